@@ -134,7 +134,7 @@ def asynchronous(work: Workload, queue: int, staleness: int, *, partial: bool) -
             engines.add(started, now)
             started += 1
         if trained == math.inf and not drains:
-            step = rule.step(list(held.values()), version)
+            step = rule.next_step(list(held.values()), version)
             if step is not None:
                 for prompt in [list(held)[place] for place in step]:
                     lags[version - held.pop(prompt).version] += 1

@@ -100,11 +100,9 @@ class AsyncSource(Source):
         for index, version in run["held"]:
             prompt = self.prompt(index)  # with the label from the dataset
             group = [replace(episode, prompt=prompt) for episode in groups[index]]
+            begun = Started(version=version if group else step, prompt=prompt)
             if group:
-                begun = Started(version=version, prompt=prompt)
                 begun.finish(group)
-            else:
-                begun = Started(version=step, prompt=prompt)
             self.held.append(begun)
 
     def save(self, folder: Path) -> None:
@@ -134,9 +132,11 @@ class AsyncSource(Source):
             yield list(chain.from_iterable(groups))
 
     async def _progress(self) -> list[Group] | None:
-        """Return the next step's groups, or None after a change if the step must still wait."""
+        """Return the next step's groups. If they are not ready, wait for a change, return None."""
         self._start()
-        places = self.rule.step(self.held, self.version, last=self.consumed >= self.total_prompts)
+        places = self.rule.next_step(
+            self.held, self.version, last=self.consumed >= self.total_prompts
+        )
         if places is None and self._has_lost_too_many:
             # The training loop reports the errors.
             places = [place for place, each in enumerate(self.held) if each.finished]
@@ -266,16 +266,13 @@ class AsyncSource(Source):
 
     def metrics(self) -> dict[str, Metric]:
         """Return metrics since the last call: generation cost, sample age and waiting prompts."""
-        lags = self._lags
-        self._lags = Counter[int]()
-        number = lags.total()
+        lags = sorted(self._lags.elements())
+        self._lags.clear()
         metrics = super().metrics()
-        total = 0
-        for lag, count in sorted(lags.items()):
-            metrics[f"rollout/lag_{lag}"] = Mean(count, number)
-            total += lag * count
+        for lag in lags:
+            metrics[f"rollout/lag_{lag}"] = Mean(lags.count(lag), len(lags))
         unfinished = sum(not each.finished for each in self.held)
-        metrics["rollout/lag_mean"] = Mean(total, number)
+        metrics["rollout/lag_mean"] = Mean(sum(lags), len(lags))
         metrics["rollout/lag_max"] = Max(float(max(lags, default=0)))
         metrics["rollout/waiting_prompts"] = Last(float(self._waiting))
         metrics["rollout/prompts_under_way"] = Last(float(unfinished))

@@ -39,18 +39,17 @@ class BestMetric:
         plain = {name.removeprefix("eval/"): value for name, value in metrics.items()}
         if not self.key:
             self.key = min((name for name in plain if name.endswith(self.ending)), default="")
-        self.last = value = plain.get(self.key)
-        if value is None:
-            wanted = self.key or f"*{self.ending}"
+        self.last = plain.get(self.key)
+        if self.last is None:
             notice(
-                f"--ckpt.best_metric_key {wanted} is not a metric of this evaluation. Its metrics: "
-                f"{', '.join(plain)}."
+                f"--ckpt.best_metric_key {self.key or '*' + self.ending} is not a metric of this "
+                f"evaluation. Its metrics: {', '.join(plain)}."
             )
             return False
-        if not self._is_best(value):
+        if not self._is_best(self.last):
             self.waited += 1
             return False
-        self.value = value
+        self.value = self.last
         self.step = step
         self.waited = 0
         return True
@@ -111,25 +110,21 @@ class BestMetric:
         """
         if self.patience is None:
             return None
-        ended = ""
-        if self.exhausted:
-            ended = f"--eval.patience {self.patience} ends the run after step {step}. "
-        if self.value is None:
-            metric = self.followed or self.ending
-            say(f"{ended}The last weights are exported: no evaluation had a finite {metric}.")
-            return None
-        best = (
-            f"the weights of step {self.step}, which have the best {self.key} of all evaluations, "
-            f"{self.value:.6g}"
-        )
+        exported = step
+        best = f"no evaluation had a finite {self.followed or self.ending}"
+        if self.value is not None:
+            best = (
+                f"the best {self.key} of all evaluations is {self.value:.6g}, at step {self.step}"
+            )
         found = None
         if self.step not in (None, step):
             found = checkpoints.find(self.step, best=True)
-        if found or self.step == step:
-            say(f"{ended}The export contains {best}.")
-        else:
-            say(
-                f"{ended}The last weights are exported: --ckpt.path {checkpoints.root} has no "
-                f"complete checkpoint of {best}."
-            )
+            if found:
+                exported = self.step
+            else:
+                best += f", which has no complete checkpoint in --ckpt.path {checkpoints.root}"
+        ended = ""
+        if self.exhausted:
+            ended = f"--eval.patience {self.patience} ends the run after step {step}. "
+        say(f"{ended}The export contains the weights of step {exported}: {best}.")
         return found

@@ -41,7 +41,9 @@ class Capacity:
         most = min(self.queue, self.staleness) * self.batch
         return max(0, most - ahead)
 
-    def step(self, held: Sequence[Held], version: int, *, last: bool = False) -> list[int] | None:
+    def next_step(
+        self, held: Sequence[Held], version: int, *, last: bool = False
+    ) -> list[int] | None:
         """Return the indices into `held` of the next step's prompts, or None if it has to wait.
 
         The step trains weights of `version` on the oldest finished prompts. It waits for unfinished
@@ -71,7 +73,7 @@ class Capacity:
         return sorted({*kept, *rejected})
 
     def _would_be_too_old(self, left: Sequence[Held], version: int) -> bool:
-        """Return whether waiting longer would make a prompt too old while one is unfinished."""
+        """Return whether an unfinished prompt must be awaited, so that no prompt gets too old."""
         if all(each.finished for each in left):
             return False
         for place, each in enumerate(left):

@@ -1,6 +1,7 @@
 """Time in seconds spent in each part of a step."""
 
 import time
+from collections import defaultdict
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
@@ -13,7 +14,7 @@ class Clock:
 
     def __init__(self, show: Callable[[str], None]) -> None:
         self.show = show
-        self._seconds: dict[str, float] = {}
+        self._seconds: dict[str, float] = defaultdict(float)
 
     @contextmanager
     def part(self, name: str) -> Iterator[None]:
@@ -21,8 +22,7 @@ class Clock:
         self.show(name.replace("_", " "))
         start = time.perf_counter()
         yield
-        taken = time.perf_counter() - start
-        self._seconds[name] = self._seconds.get(name, 0.0) + taken
+        self._seconds[name] += time.perf_counter() - start
 
     def take(self, name: str) -> float:
         """Return the seconds spent in one part, and reset that part."""
@@ -31,5 +31,5 @@ class Clock:
     def take_all(self) -> dict[str, float]:
         """Return the seconds spent in each part, and reset all parts."""
         taken = self._seconds
-        self._seconds = {}
+        self._seconds = defaultdict(float)
         return taken

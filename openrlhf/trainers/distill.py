@@ -32,7 +32,7 @@ class TeacherLogits(NamedTuple):
     """The teacher's logits at K positions, for all V tokens or for its k most likely tokens."""
 
     logits: Tensor  # (K, V) or (K, k)
-    tokens: Tensor | None = None  # (K, k), the token of each logit; None: all tokens in order
+    tokens: Tensor | None = None  # (K, k), the token of each logit; None if all V are included
 
 
 @offline_task("kd")
@@ -88,7 +88,7 @@ class DistillationTask(SFTTask):
 
     @property
     def offloads(self) -> bool:
-        """--kd.teacher_offload."""
+        """The value of --kd.teacher_offload."""
         return self.kd.teacher_offload
 
     def ask_model(self, micro: TokenRows, at: Tensor) -> TeacherLogits:

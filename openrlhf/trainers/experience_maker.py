@@ -1,6 +1,5 @@
 """Turns finished episodes into a training batch: forward passes in workers, then pure functions."""
 
-import time
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
@@ -26,7 +25,7 @@ from openrlhf.config.flags import UserError
 from openrlhf.config.learning import RLFlags
 from openrlhf.core.batches import Experience
 from openrlhf.core.trajectory import Trajectory
-from openrlhf.observability.metrics import Last, Mean, Metric
+from openrlhf.observability.metrics import Mean, Metric
 from openrlhf.trainers.stages import EpisodeRows, Stage, annotate
 from openrlhf.workers.policy import kl_metrics
 
@@ -88,18 +87,12 @@ class ExperienceMaker:
         The models compute in parallel. The timing metrics are the seconds from the common start to
         the end of each stage. Columns that are not computed have no metric.
         """
-        start = time.perf_counter()
         timing: dict[str, Metric] = {}
         needs_groups = self.config.estimator.per_group
-
-        def clock(name: str) -> None:
-            timing[f"timing/{name}"] = Last(time.perf_counter() - start)
-
         places = trainable(trajectories, needs_groups=needs_groups)
         scored = EpisodeRows([trajectories[place] for place in places])
         if places:
-            timeout_s = self.config.train.step_timeout
-            scored = annotate(scored, self.stages, timeout_s=timeout_s, finished=clock)
+            scored, timing = annotate(scored, self.stages, self.config.train.step_timeout)
         kept = scored.episodes
         experience = scored.rows
         trajectories = list(trajectories)
@@ -131,7 +124,7 @@ class ExperienceMaker:
         except EstimatorError as error:
             raise UserError(f"--algo.advantage.estimator {advantage.estimator}: {error}") from error
         shaped = clip_rewards(shaped, *self.config.reward.clip_range)[experience.episode_of_row]
-        kl = self._reward_kl(experience)
+        kl, kl_logged = self._reward_kl(experience)
         columns = self._assign_credit(experience, shaped, kl)
         scale = not advantage.no_std_norm
         columns["advantages"] = normalize_advantages(
@@ -144,7 +137,7 @@ class ExperienceMaker:
             actions = float(experience.action_mask.sum())
             metrics["train/teacher_kl"] = Mean(float(gap.sum()), actions)
         credited = replace(experience, rewards=rewards, **columns)
-        metrics |= self._metrics(credited, kl)
+        metrics |= self._metrics(credited) | kl_logged
         if algo.loss.mask_truncated:
             credited = credited.select(torch.nonzero(~credited.truncated).flatten().tolist())
         return credited, metrics
@@ -158,12 +151,8 @@ class ExperienceMaker:
         """
         advantage = self.config.algo.advantage
         estimator = ADVANTAGE_ESTIMATORS[advantage.estimator]
-        size = experience.num_tokens
-        columns = {
-            "token_rewards": torch.zeros(size),
-            "advantages": torch.zeros(size),
-            "returns": torch.zeros(size),
-        }
+        names = ("token_rewards", "advantages", "returns")
+        columns = {name: torch.zeros(experience.num_tokens) for name in names}
         # Estimators that compare whole samples ignore rewards of single turns.
         turns = None if estimator.traits.per_group else experience.turn_rewards
         row_of_token = experience.sample_of_token()
@@ -221,15 +210,20 @@ class ExperienceMaker:
             )
         return rewards
 
-    def _reward_kl(self, experience: Experience) -> Tensor | None:
-        """Return the KL of π_old from π_ref per token (N,), or None if it is no reward term."""
-        kl = self.config.algo.kl
-        if not kl.in_reward or experience.ref_logprobs is None:
-            return None
-        assert experience.old_logprobs is not None
-        return kl_estimate(experience.old_logprobs, experience.ref_logprobs, kl.estimator)
+    def _reward_kl(self, experience: Experience) -> tuple[Tensor | None, dict[str, Metric]]:
+        """Return the per-token KL between π_old and π_ref (N,), and its metrics.
 
-    def _metrics(self, experience: Experience, kl: Tensor | None) -> dict[str, Metric]:
+        Returns None and no metrics if the KL is not in the reward.
+        """
+        kl = self.config.algo.kl
+        old, reference = experience.old_logprobs, experience.ref_logprobs
+        if not kl.in_reward or reference is None:
+            return None, {}
+        assert old is not None
+        column = kl_estimate(old, reference, kl.estimator)
+        return column, kl_metrics(column, old - reference, experience.action_mask)
+
+    def _metrics(self, experience: Experience) -> dict[str, Metric]:
         once = experience.last_rows
         episodes = len(once)
         rows = experience.num_samples
@@ -244,12 +238,7 @@ class ExperienceMaker:
             "train/truncated": Mean(float(experience.truncated[once].sum()), episodes),
             "train/response_clip_ratio": Mean(float(full.sum()), rows),
         }
-        metrics |= group_metrics(experience.rewards[once], experience.group_ids[once])
-        if kl is not None:
-            assert experience.old_logprobs is not None and experience.ref_logprobs is not None
-            difference = experience.old_logprobs - experience.ref_logprobs
-            metrics |= kl_metrics(kl, difference, experience.action_mask)
-        return metrics
+        return metrics | group_metrics(experience.rewards[once], experience.group_ids[once])
 
 
 def group_metrics(rewards: Tensor, groups: Tensor) -> dict[str, Metric]:
@@ -258,12 +247,12 @@ def group_metrics(rewards: Tensor, groups: Tensor) -> dict[str, Metric]:
     They are averaged over the prompts with at least two samples.
     """
     stats = group_statistics(rewards, groups)
-    share_of_group = (stats.size > 1) / stats.size  # weights that sum to 1 within each group
-    number = float(share_of_group.sum())
+    weights = (stats.size > 1) / stats.size  # they sum to 1 within each group
+    number = float(weights.sum())
     if not number:
         return {}
-    spread = (stats.std * share_of_group).sum()
-    dead = share_of_group[stats.std == 0].sum()
+    spread = (stats.std * weights).sum()
+    dead = weights[stats.std == 0].sum()
     return {
         "train/group_reward_std": Mean(float(spread), number),
         "train/dead_groups": Mean(float(dead), number),

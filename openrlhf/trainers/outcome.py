@@ -3,7 +3,9 @@
 The run's last message shows them if the run used up its prompts early or never updated the model.
 """
 
+from collections import Counter
 from dataclasses import dataclass, field
+from statistics import fmean
 
 from openrlhf.config.flags import UserError
 from openrlhf.trainers.experience_maker import StepBatch
@@ -24,13 +26,10 @@ class Outcome:
     keep: DynamicFilter | None
     updates: int = 0  # number of batches that were trained on
     episodes: int = 0
-    failed: int = 0
-    empty: int = 0  # finished episodes without sampled tokens
-    alone: int = 0  # finished episodes without another sample of the prompt to compare with
-    truncated: int = 0  # trainable episodes that were truncated
+    unused: Counter[str] = field(default_factory=Counter[str])  # number of episodes by reason
     first_error: str | None = None
     # Scores of each prompt that the filter rejected, by prompt index.
-    scores: dict[int, list[float]] = field(default_factory=dict[int, list[float]])
+    rejected: dict[int, list[float]] = field(default_factory=dict[int, list[float]])
 
     def see(self, batch: StepBatch) -> None:
         """Count the episodes of a batch."""
@@ -38,55 +37,45 @@ class Outcome:
         for trajectory in batch.trajectories:
             self.episodes += 1
             if trajectory.failed:
-                self.failed += 1
+                self.unused["failed"] += 1
                 self.first_error = self.first_error or trajectory.error
             elif trajectory.filtered:
-                scores = self.scores.setdefault(trajectory.prompt.index, [])
+                scores = self.rejected.setdefault(trajectory.prompt.index, [])
                 if trajectory.score is not None:
                     scores.append(trajectory.score)
             elif not trajectory.num_actions:
-                self.empty += 1
+                self.unused["have no sampled tokens"] += 1
             elif (trajectory.prompt.index, trajectory.sample_index) not in used:
-                self.alone += 1
-            else:
-                self.truncated += trajectory.truncated
+                self.unused["had no other finished sample of the same prompt to compare with"] += 1
+            elif trajectory.truncated:
+                self.unused["were truncated (--algo.loss.mask_truncated)"] += 1
 
     @property
     def rejections(self) -> str:
         """A sentence about the prompts that the dynamic filter rejected, or an empty string."""
-        if not self.keep or not self.scores:
+        if not self.keep or not self.rejected:
             return ""
-        means = [sum(scores) / len(scores) for scores in self.scores.values() if scores]
+        means = [fmean(scores) for scores in self.rejected.values() if scores]
         seen = ""
         if means:
             seen = f" ({min(means):.4g} to {max(means):.4g})"
         return (
             f" --algo.dynamic_filtering_range {self.keep.low:g} {self.keep.high:g} rejected "
-            f"{len(self.scores)} prompts because of their mean scores{seen}."
+            f"{len(self.rejected)} prompts because of their mean scores{seen}."
         )
 
     def check(self) -> None:
         """Raise NothingLearned if no batch was trained on."""
         if self.updates:
             return
-        left_out: list[str] = []
-        if self.failed:
-            left_out.append(f"{self.failed} failed")
-        if self.empty:
-            left_out.append(f"{self.empty} have no sampled tokens")
-        if self.alone:
-            left_out.append(
-                f"{self.alone} had no other finished sample of the same prompt to compare with"
-            )
-        if self.truncated:
-            left_out.append(f"{self.truncated} were truncated (--algo.loss.mask_truncated)")
-        counts = ""
-        if left_out:
-            counts = f" Of {self.episodes} episodes, {', '.join(left_out)}."
-        error = ""
-        if self.first_error:
-            error = f" First error:\n{self.first_error}"
-        raise NothingLearned(
+        message = (
             "the run ended without an optimizer step. The weights are unchanged, so no model is "
-            f"written.{counts}{self.rejections}{error}"
+            "written."
         )
+        if self.unused:
+            counts = [f"{count} {reason}" for reason, count in self.unused.items()]
+            message += f" Of {self.episodes} episodes, {', '.join(counts)}."
+        message += self.rejections
+        if self.first_error:
+            message += f" First error:\n{self.first_error}"
+        raise NothingLearned(message)

@@ -34,7 +34,7 @@ class ReferencedTask(LanguageTask[Referenced, Row, Answers], Generic[Referenced,
     Rows 2i and 2i + 1 of a micro-batch belong together.
     """
 
-    rows_per_group: ClassVar = 2
+    rows_per_unit: ClassVar = 2
 
     def frozen_paths(self) -> dict[str, str | None]:
         """Return the reference's path, if the loss uses a reference.
@@ -47,7 +47,7 @@ class ReferencedTask(LanguageTask[Referenced, Row, Answers], Generic[Referenced,
 
     @property
     def offloads(self) -> bool:
-        """--ref.offload."""
+        """The value of --ref.offload."""
         return self.config.ref.offload
 
     def before(self, model: Any, micro: Answers) -> tuple[Answers, Mapping[str, float]]:
@@ -69,7 +69,7 @@ class PairTask(OfflineTask[Paired, PairRow, Micro], Generic[Paired, Micro]):
     """
 
     sample_names: ClassVar = ("chosen", "rejected")
-    rows_per_group: ClassVar = 2
+    rows_per_unit: ClassVar = 2
 
     def text_format(self, tokenizer: PreTrainedTokenizerBase, ending: str) -> TextFormat | None:
         """Return the prompt format, or None if it is unknown.
@@ -133,7 +133,7 @@ class PreferenceTask(PairTask[DPOConfig, Answers], ReferencedTask[DPOConfig, Pai
 
     @property
     def precomputes(self) -> bool:
-        """--ref.precompute, if the loss uses a reference."""
+        """True if --ref.precompute is set and the loss uses a reference."""
         return self.config.needs_reference and self.config.ref.precompute
 
     def collate(self, rows: Sequence[PairRow]) -> Answers:

@@ -1,12 +1,15 @@
 """PPO-ptx: a language-modeling loss on plain text, added to the policy loss."""
 
 from collections.abc import Sequence
+from dataclasses import replace
 from itertools import islice
+
+import torch
 
 from openrlhf.core.batches import TokenRows
 from openrlhf.data.batching import ResumableSampler
 from openrlhf.data.sft import SFTDataset
-from openrlhf.trainers.update_plan import share
+from openrlhf.trainers.update_plan import distribute
 
 
 class PretrainingMix:
@@ -21,9 +24,9 @@ class PretrainingMix:
         self.batch_size = batch_size
         self.seed = seed
 
-    def draw(self, step: int) -> list[int]:
+    def draw(self, optimizer_step: int) -> list[int]:
         """Return the numbers of the rows for an optimizer step."""
-        first = step * self.batch_size
+        first = optimizer_step * self.batch_size
         drawn: list[int] = []
         while len(drawn) < self.batch_size:
             order = ResumableSampler(
@@ -32,20 +35,21 @@ class PretrainingMix:
             drawn += islice(order, self.batch_size - len(drawn))
         return drawn
 
-    def for_ranks(self, steps: Sequence[int], ranks: int) -> list[list[TokenRows]]:
+    def for_ranks(self, optimizer_steps: Sequence[int], ranks: int) -> list[list[TokenRows]]:
         """Return each rank's rows, as one batch per optimizer step.
 
         A rank that would have no rows gets one row whose loss mask is all false.
         """
         per_rank: list[list[TokenRows]] = [[] for _ in range(ranks)]
-        for step in steps:
-            texts = [self.rows[row] for row in self.draw(step)]
-            lengths = [len(text.tokens) for text in texts]
-            for rank, places in enumerate(share(lengths, range(len(texts)), ranks)):
-                tokens = [texts[place].tokens for place in places]
-                masks = [texts[place].loss_mask for place in places]
+        for step in optimizer_steps:
+            rows = [self.rows[row] for row in self.draw(step)]
+            batch = TokenRows.from_lists(
+                [row.tokens for row in rows], [row.loss_mask for row in rows]
+            )
+            parts = distribute(batch.lengths.tolist(), range(len(rows)), ranks)
+            for texts, places in zip(per_rank, parts, strict=True):
+                part = batch.select(places or [0])
                 if not places:
-                    tokens = [texts[0].tokens]
-                    masks = [[False] * len(texts[0].tokens)]
-                per_rank[rank].append(TokenRows.from_lists(tokens, masks))
+                    part = replace(part, loss_mask=torch.zeros_like(part.loss_mask))
+                texts.append(part)
         return per_rank

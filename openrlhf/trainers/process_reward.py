@@ -22,7 +22,7 @@ from openrlhf.trainers.tasks import LanguageTask, offline_task
 
 @offline_task("prm")
 class ProcessRewardTask(LanguageTask[PRMConfig, StepRow, Steps]):
-    """ℓ = −Σ_v q(v) log p(v) after each labelled step.
+    """ℓ = −Σ_v q(v) log p(v) after each labeled step.
 
     Lightman et al. 2023, arXiv:2305.20050; Wang et al. 2023, arXiv:2312.08935
 

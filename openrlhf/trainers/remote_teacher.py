@@ -54,11 +54,8 @@ class RemoteTeacher:
     async def _likeliest(self, tokens: Sequence[int]) -> list[list[tuple[float, int]]]:
         places: list[list[tuple[float, int]]] = []
         for entry in await self._entries(tokens):
-            best: list[tuple[float, int]] = []
-            for token, judged in entry.items():
-                if judged.get("rank", 0) <= self.best:
-                    best.append((judged["logprob"], int(token)))
-            places.append(best)
+            best = [token for token in entry if entry[token].get("rank", 0) <= self.best]
+            places.append([(entry[token]["logprob"], int(token)) for token in best])
         return places
 
     @classmethod
@@ -84,11 +81,8 @@ class RemoteTeacher:
 
     async def _judged(self, tokens: Sequence[int]) -> list[dict[str, Any]]:
         """Return the server's entry for each token except the first."""
-        entries = await self._entries(tokens)
-        judged: list[dict[str, Any]] = []
-        for entry, token in zip(entries, tokens[1:], strict=True):
-            judged.append(self.engine.read(entry, str(token), kind=dict))
-        return judged
+        entries = zip(await self._entries(tokens), tokens[1:], strict=True)
+        return [self.engine.read(entry, str(token), kind=dict) for entry, token in entries]
 
     async def _entries(self, tokens: Sequence[int]) -> list[dict[str, Any]]:
         """Return the server's entries for each position except the first.
@@ -184,6 +178,5 @@ class RemoteTeacherStage:
 
 def probed_tokens(vocabulary: int, max_len: int) -> list[int]:
     """Return at most `max_len` token ids, spread over a vocabulary of `vocabulary` tokens."""
-    spread = sorted({number * (vocabulary - 1) // (PROBED - 1) for number in range(PROBED)})
-    stride = math.ceil(len(spread) / max_len)
-    return spread[::stride]
+    spread = torch.linspace(0, vocabulary - 1, min(PROBED, max_len))
+    return spread.round().long().unique().tolist()

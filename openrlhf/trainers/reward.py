@@ -19,7 +19,7 @@ from openrlhf.trainers.preference import PairTask, pair_metrics
 from openrlhf.trainers.tasks import offline_task, trained_spec
 
 # Number of training rows to evaluate if there is no evaluation set: a fraction, and a minimum.
-MEASURED_SHARE = 0.01
+MEASURED_FRACTION = 0.01
 FEWEST_MEASURED = 100
 
 
@@ -41,7 +41,7 @@ class RewardTask(PairTask[RMConfig, Pairs]):
 
     def measured_rows(self, train_rows: Any) -> Subset[PairRow]:
         """Return the first rows. The mean and deviation of their rewards are always needed."""
-        number = max(FEWEST_MEASURED, int(len(train_rows) * MEASURED_SHARE))
+        number = max(FEWEST_MEASURED, int(len(train_rows) * MEASURED_FRACTION))
         return Subset(train_rows, range(min(number, len(train_rows))))
 
     def check_model(self) -> None:

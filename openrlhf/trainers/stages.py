@@ -7,6 +7,7 @@ batch.
 
 import asyncio
 import math
+import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Protocol
@@ -18,8 +19,9 @@ from openrlhf.cluster.worker_group import WorkerGroup, gather
 from openrlhf.config.rollout import RewardConfig
 from openrlhf.core.batches import Experience, Ragged, turn_reward_column
 from openrlhf.core.trajectory import Trajectory
+from openrlhf.observability.metrics import Last, Metric
 from openrlhf.rewards.protocol import combined
-from openrlhf.trainers.update_plan import share
+from openrlhf.trainers.update_plan import distribute
 from openrlhf.workers.frozen import RewardWorker
 
 
@@ -65,17 +67,13 @@ class EpisodeRows:
 
     def episodes_with(self, columns: Sequence[str]) -> list[Trajectory]:
         """Return the episodes, with each conversation's slice of the named columns attached."""
-        parts: dict[str, Sequence[Tensor]] = {}
-        for name in columns:
-            parts[name] = self.rows.parts(getattr(self.rows, name))
-        row = 0
+        parts = {name: iter(self.rows.parts(getattr(self.rows, name))) for name in columns}
         done: list[Trajectory] = []
         for episode in self.episodes:
             conversations: list[Trajectory] = []
             for conversation in episode.conversations:
-                own = {name: part[row] for name, part in parts.items()}
+                own = {name: next(rows) for name, rows in parts.items()}
                 conversations.append(replace(conversation, columns={**conversation.columns, **own}))
-                row += 1
             done.append(replace(conversations[-1], earlier=tuple(conversations[:-1])))
         return done
 
@@ -85,7 +83,7 @@ Add = Callable[[EpisodeRows, float], EpisodeRows]
 
 
 class Stage(Protocol):
-    """Rewards or a column, and the way to compute them with models."""
+    """A computation of rewards or of a per-token column by models."""
 
     @property
     def writes(self) -> str | None:
@@ -101,63 +99,57 @@ class Stage(Protocol):
 
 
 def annotate(
-    batch: EpisodeRows,
-    stages: Sequence[Stage],
-    *,
-    timeout_s: float,
-    finished: Callable[[str], None] = lambda timing: None,
-) -> EpisodeRows:
+    batch: EpisodeRows, stages: Sequence[Stage], timeout_s: float
+) -> tuple[EpisodeRows, dict[str, Metric]]:
     """Run the stages in parallel and add their results. Skip columns that already exist.
 
-    `finished` is called with the timing name of each stage when its result arrives.
+    The timing metrics are the seconds until the result of each stage arrives.
     """
+    start = time.perf_counter()
+    timing: dict[str, Metric] = {}
     launched: list[tuple[Stage, Add]] = []
     for stage in stages:
-        known = stage.writes is not None and getattr(batch.rows, stage.writes) is not None
-        if not known:
+        if stage.writes is None or getattr(batch.rows, stage.writes) is None:
             launched.append((stage, stage.launch(batch)))
     for stage, add in launched:
         batch = add(batch, timeout_s)
         if stage.timing:
-            finished(stage.timing)
-    return batch
+            timing[f"timing/{stage.timing}"] = Last(time.perf_counter() - start)
+    return batch, timing
 
 
-class Pending:
-    """A column, or a matrix of several columns, that workers are computing.
+def launch_scoring(
+    batch: Ragged,
+    workers: WorkerGroup,
+    method: Callable[..., Tensor],
+    *,
+    per_sample: bool = False,
+) -> Callable[[float], Tensor]:
+    """Start scoring a batch, and return a function that waits for its column or matrix.
 
-    The rows are split into data slices, and the results are put back in row order.
+    The function takes a timeout in seconds. It returns a value per token (N,), or one or several
+    values per row: (B,) or (B, K). The rows are split into data slices, and the results are put
+    back in row order.
     """
+    lengths = batch.lengths.tolist()
+    # A slice without rows gets the first row, because some forward passes are collective. This does
+    # not change the result.
+    parts = [rows or [0] for rows in distribute(lengths, range(len(lengths)), workers.slices)]
+    calls = workers.launch(method, batch.split(parts))
 
-    def __init__(
-        self,
-        batch: Ragged,
-        group: WorkerGroup,
-        method: Callable[..., Tensor],
-        *,
-        per_sample: bool = False,
-    ) -> None:
-        self.batch = batch
-        self.group = group
-        self.per_sample = per_sample
-        lengths = batch.lengths.tolist()
-        # A slice without rows gets the first row, because some forward passes are collective. This
-        # does not change the result.
-        self.parts = [rows or [0] for rows in share(lengths, range(len(lengths)), group.slices)]
-        self.calls = group.launch(method, batch.split(self.parts))
-
-    def collect(self, timeout_s: float) -> Tensor:
-        """Return a value per token (N,), or one or several values per row: (B,) or (B, K)."""
-        doing = f"score the batch ({self.group.role})"
-        results: Sequence[Tensor] = gather(self.calls, timeout_s=timeout_s, doing=doing)
-        size = self.batch.num_samples if self.per_sample else self.batch.num_tokens
+    def collect(timeout_s: float) -> Tensor:
+        doing = f"score the batch ({workers.role})"
+        results: Sequence[Tensor] = gather(calls, timeout_s=timeout_s, doing=doing)
+        size = batch.num_samples if per_sample else batch.num_tokens
         column = torch.zeros(size, *results[0].shape[1:])
-        for rows, scored in zip(self.parts, results, strict=True):
-            if self.per_sample:
+        for rows, scored in zip(parts, results, strict=True):
+            if per_sample:
                 column[rows] = scored
             else:
-                column[self.batch.places_of(rows)] = scored
+                column[batch.places_of(rows)] = scored
         return column
+
+    return collect
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -174,17 +166,13 @@ class ColumnStage:
 
     @property
     def timing(self) -> str:
-        """The name of the column."""
+        """The name of the timing metric, which is that of the column."""
         return self.writes
 
     def launch(self, batch: EpisodeRows) -> Add:
         """Send the rows to the ranks."""
-        pending = Pending(self.reads(batch.rows), self.by, self.method)
-
-        def add(batch: EpisodeRows, timeout_s: float) -> EpisodeRows:
-            return batch.with_column(self.writes, pending.collect(timeout_s))
-
-        return add
+        collect = launch_scoring(self.reads(batch.rows), self.by, self.method)
+        return lambda batch, timeout_s: batch.with_column(self.writes, collect(timeout_s))
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -207,29 +195,30 @@ class RewardStage:
 
     def launch(self, batch: EpisodeRows) -> Add:
         """Score each episode with each model. The models are run on the last conversation."""
+        rows: Experience | None = None
         whole = None  # a reward per row from each reward model
-        steps = None  # a reward per token from the process reward model
+        by_token = None  # a reward per token from the process reward model
         if self.workers:
-            rows = batch.rows
-            if rows.trajectory_ids is not None:
-                rows = rows.select(rows.last_rows)
+            rows = batch.rows.select(batch.rows.last_rows)
             if self.reward.scalars:
-                whole = Pending(rows.texts(), self.workers, RewardWorker.rewards, per_sample=True)
+                whole = launch_scoring(
+                    rows.texts(), self.workers, RewardWorker.rewards, per_sample=True
+                )
             if self.reward.process_model:
-                steps = Pending(rows.targets(), self.workers, RewardWorker.step_rewards)
+                by_token = launch_scoring(rows.targets(), self.workers, RewardWorker.step_rewards)
 
         def add(batch: EpisodeRows, timeout_s: float) -> EpisodeRows:
-            by_models: list[list[float]] = [[] for _ in batch.episodes]
-            by_steps: list[list[float]] = [[] for _ in batch.episodes]
+            by_models: list[list[float]] = [[]] * len(batch.episodes)
+            by_steps: list[list[float]] = [[]] * len(batch.episodes)
             if whole:
-                by_models = whole.collect(timeout_s).tolist()
-            if steps:
-                by_steps = [part.tolist() for part in steps.batch.parts(steps.collect(timeout_s))]
+                by_models = whole(timeout_s).tolist()
+            if by_token and rows:
+                by_steps = [part.tolist() for part in rows.parts(by_token(timeout_s))]
             weights = self.reward.weights or ()
-            rewarded: list[Trajectory] = []
-            for place, episode in enumerate(batch.episodes):
-                rewarded.append(combined(episode, by_models[place], weights, by_steps[place]))
-            return batch.with_episodes(rewarded)
+            scored = zip(batch.episodes, by_models, by_steps, strict=True)
+            return batch.with_episodes(
+                [combined(episode, models, weights, steps) for episode, models, steps in scored]
+            )
 
         return add
 
@@ -250,10 +239,7 @@ class EarlyStages:
         finished = [trajectory for trajectory in trajectories if not trajectory.failed]
         if not finished:
             return list(trajectories)
-        batch = annotate(EpisodeRows(finished), self.stages, timeout_s=self.timeout_s)
+        batch, _ = annotate(EpisodeRows(finished), self.stages, self.timeout_s)
         columns = [stage.writes for stage in self.stages if stage.writes]
         in_order = iter(batch.episodes_with(columns))
-        all_episodes: list[Trajectory] = []
-        for trajectory in trajectories:
-            all_episodes.append(trajectory if trajectory.failed else next(in_order))
-        return all_episodes
+        return [each if each.failed else next(in_order) for each in trajectories]

@@ -5,8 +5,8 @@ A task defines the rows, the models, the counts and the loss.
 
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import suppress
 from dataclasses import KW_ONLY, dataclass, replace
+from functools import partial
 from itertools import chain
 from typing import Any, Generic, NamedTuple, TypeVar, cast
 
@@ -31,10 +31,6 @@ BUCKET_BYTES = 1 << 30  # bytes of weights that an export gathers at a time
 T = TypeVar("T")
 
 
-class EvaluationInterrupted(Exception):
-    """A rank was asked to terminate during an evaluation."""
-
-
 class EvaluationBatch(NamedTuple, Generic[Micro]):
     """A micro-batch of an evaluation after its first pass, with the numbers from that pass."""
 
@@ -52,7 +48,7 @@ class SupervisedTrainer(Generic[Row, Micro]):
     _: KW_ONLY
     tokenizer: PreTrainedTokenizerBase
     train_rows: Rows
-    eval_rows: Any  # rows, which need no summary, or None
+    eval_rows: Any  # evaluation rows, or None
     checkpoints: CheckpointManager
     recorder: Recorder | None  # None except in the main process
     start: RunState  # state of this run before its first step
@@ -87,10 +83,10 @@ class SupervisedTrainer(Generic[Row, Micro]):
                 self.evaluate()
             for window in self.windows():
                 metrics = self.update(window)  # θ ← θ − η ∇ℓ(window)
-                status = self.log_step(metrics)
+                self.log_step(metrics)
                 if self.evaluation_is_due:
                     self.evaluate()
-                    status = self._asked_to_end()
+                status = self._asked_to_end()
                 if self.ckpt.saves and (self.step % self.ckpt.save_steps == 0 or status):
                     self.save()
                 if status:
@@ -162,19 +158,12 @@ class SupervisedTrainer(Generic[Row, Micro]):
             frozen.rest()  # the first pass is over
         return self.task.loss(self.engine, micro.to(self.strategy.device), totals)
 
-    def log_step(self, metrics: Mapping[str, Metric]) -> int:
-        """Log the metrics of a step, merged over the ranks. Collective.
-
-        Returns the exit status with which any rank was asked to terminate, or 0.
-        """
-        # Use one collective for the metrics and the status.
-        gathered = self.strategy.gather((metrics, termination.asked()))
-        parts, statuses = zip(*gathered, strict=True)
-        merged = merge_all(parts)
+    def log_step(self, metrics: Mapping[str, Metric]) -> None:
+        """Log the metrics of a step, merged over the ranks. Collective."""
+        merged = merge_all(self.strategy.gather(metrics))
         if self.recorder:
             logged = {name: m for name, m in merged.items() if name.startswith("train/")}
             self.recorder.step(self.step, values(logged))
-        return max(statuses)
 
     def _asked_to_end(self) -> int:
         """Return the exit status with which any rank was asked to terminate, or 0. Collective."""
@@ -196,33 +185,33 @@ class SupervisedTrainer(Generic[Row, Micro]):
 
     def evaluate(self) -> None:
         """Evaluate and log, and save a new best. Stop if the process is asked to terminate."""
-        try:
-            numbers = self.measure(interruptible=True)
-        except EvaluationInterrupted:
+        numbers = self.measure(interruptible=True)
+        if numbers is None:
             return
         if self.recorder:
             self.recorder.evaluation(self.step, numbers)
         if self.best.improves(self.step, numbers):
             self.save(best=True)
 
-    def measure(self, *, interruptible: bool = False) -> dict[str, float]:
+    def measure(self, *, interruptible: bool = False) -> dict[str, float] | None:
         """Return the task's metrics over all evaluation rows, each row counted once. Collective.
 
-        As in training, a first pass over all rows comes before the losses. Raises
-        EvaluationInterrupted on all ranks if `interruptible` and a rank is asked to terminate.
+        As in training, a first pass over all rows comes before the losses. Returns None on all
+        ranks if `interruptible` and a rank is asked to terminate.
         """
         parts: list[dict[str, Metric]] = []
         with self.engine.evaluating(), torch.no_grad():
             batches: list[EvaluationBatch[Micro]] = []
-            for rows, counted in self._evaluation_batches():
-                if interruptible and self.task.has_first_pass:
-                    self._interrupt_if_asked()
-                micro = self.task.collate(rows).to(self.strategy.device)
-                batches.append(EvaluationBatch(*self.task.before(self.engine, micro), counted))
+            for rows in self._evaluation_batches():
+                if interruptible and self.task.has_first_pass and self._asked_to_end():
+                    return None
+                micro = self.task.collate(rows or [self.eval_rows[0]]).to(self.strategy.device)
+                first_pass = self.task.before(self.engine, micro)
+                batches.append(EvaluationBatch(*first_pass, counted=bool(rows)))
             totals = self._totals(batches)
             for batch in batches:
-                if interruptible:
-                    self._interrupt_if_asked()
+                if interruptible and self._asked_to_end():
+                    return None
                 _, metrics = self._loss(batch.micro, totals)  # collective: every rank runs it
                 if batch.counted:
                     parts.append(metrics)
@@ -232,17 +221,12 @@ class SupervisedTrainer(Generic[Row, Micro]):
         self.measured_at = self.step
         return numbers
 
-    def _interrupt_if_asked(self) -> None:
-        if self._asked_to_end():
-            raise EvaluationInterrupted
-
-    def _evaluation_batches(self) -> Iterator[tuple[list[Any], bool]]:
-        """Yield this rank's evaluation rows in micro-batches, and whether this rank counts them.
+    def _evaluation_batches(self) -> Iterator[list[Any]]:
+        """Yield this rank's evaluation rows in micro-batches, the last of which may be empty.
 
         Every rank runs as many forward passes as rank 0, which has the most rows. Under ZeRO 3 a
         forward pass is collective, and so is the check for an interruption.
         """
-        assert self.eval_rows is not None
         size = self.train.micro_batch_size
         ranks = self.strategy.dp_size
         order = range(self.strategy.dp_rank, len(self.eval_rows), ranks)
@@ -250,11 +234,7 @@ class SupervisedTrainer(Generic[Row, Micro]):
         own = self.task.of_window(list(loaded), self.strategy)
         rows_of_rank_0 = math.ceil(len(self.eval_rows) / ranks)
         for start in range(0, rows_of_rank_0, size):
-            rows = list(own[start : start + size])
-            if rows:
-                yield rows, True
-            else:
-                yield [self.eval_rows[0]], False
+            yield list(own[start : start + size])
 
     def _totals(self, batches: Sequence[EvaluationBatch[Micro]]) -> dict[str, float]:
         """Return the counts and first-pass numbers, summed over all ranks. Collective."""
@@ -278,7 +258,7 @@ class SupervisedTrainer(Generic[Row, Micro]):
         stored = self.measured_at == self.step and not self.engine.average
         if self.eval_rows is None or not self.task.stores_numbers or stored:
             return
-        with suppress(EvaluationInterrupted), self.engine.averaged():
+        with self.engine.averaged():
             self.measure(interruptible=interruptible)
 
     # ---- checkpoints
@@ -293,9 +273,8 @@ class SupervisedTrainer(Generic[Row, Micro]):
             return
         if self.ckpt.save_hf:
             self.store_numbers(interruptible=True)
-        staged = self._on_main(
-            lambda: self.checkpoints.begin(self.step, best=best, hf=self.ckpt.save_hf)
-        )
+        begin = partial(self.checkpoints.begin, self.step, best=best, hf=self.ckpt.save_hf)
+        staged = self._on_main(begin)
         if staged is None:
             return
         try:
@@ -317,7 +296,7 @@ class SupervisedTrainer(Generic[Row, Micro]):
             **self.best.state(),
         )
         value = self.best.value_of(self.step)
-        if self._on_main(lambda: self.checkpoints.commit(staged, state=state, metric_value=value)):
+        if self._on_main(partial(self.checkpoints.commit, staged, state=state, metric_value=value)):
             self.saved = self.step
 
     def _on_main(self, work: Callable[[], T]) -> T | None:

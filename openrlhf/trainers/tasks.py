@@ -46,7 +46,7 @@ class OfflineTask(ABC, Generic[Config, Row, Micro]):
     name: ClassVar[str] = ""  # the command's name, set by `offline_task`
     root: ClassVar[type[SupervisedConfig]] = SFTConfig  # the configuration class with the flags
     padding_side: ClassVar[str] = "right"
-    rows_per_group: ClassVar[int] = 1  # number of consecutive rows that must share a micro-batch
+    rows_per_unit: ClassVar[int] = 1  # number of consecutive rows that must share a micro-batch
     # Flags that define the loss. A resumed run must use the same values.
     objective: ClassVar[tuple[str, ...]] = ("model.aux_loss_coef",)
     stores_numbers: ClassVar[bool] = False  # True if `evaluated` stores numbers in the model
@@ -106,14 +106,14 @@ class OfflineTask(ABC, Generic[Config, Row, Micro]):
         return rows
 
     def micro_batches(self, batch: Micro, limits: MicroBatchLimits) -> list[Micro]:
-        """Split a batch. Limits on the number of rows count groups of `rows_per_group` rows."""
-        size = self.rows_per_group
-        longest = batch.lengths.view(-1, size).amax(1)  # length of each group's longest row
+        """Split a batch. Limits on the number of rows count units of `rows_per_unit` rows."""
+        size = self.rows_per_unit
+        longest = batch.lengths.view(-1, size).amax(1)  # length of each unit's longest row
         partition: list[list[int]] = []
-        for groups in limits.cut(longest):
+        for units in limits.cut(longest):
             rows: list[int] = []
-            for group in groups:
-                rows += range(size * group, size * (group + 1))
+            for unit in units:
+                rows += range(size * unit, size * (unit + 1))
             partition.append(rows)
         return batch.split(partition)
 

@@ -4,6 +4,7 @@ It is computed for all ranks before any rows are sent. The set of rows in an opt
 depend on the number of ranks; only their assignment to ranks does.
 """
 
+from collections import defaultdict
 from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import chain
@@ -44,12 +45,14 @@ def plan_update(
         order = torch.randperm(len(every_episode), generator=generator).tolist()
         for first in range(0, len(order), batch_size):
             chosen = [every_episode[place] for place in order[first : first + batch_size]]
-            for rank, rows in enumerate(share(lengths, list(chain.from_iterable(chosen)), ranks)):
+            for rank, rows in enumerate(
+                distribute(lengths, list(chain.from_iterable(chosen)), ranks)
+            ):
                 per_rank[rank].append(rows)
     return [_with_local_rows(steps) for steps in per_rank]
 
 
-def share(lengths: Sequence[int], rows: Sequence[int], ranks: int) -> list[list[int]]:
+def distribute(lengths: Sequence[int], rows: Sequence[int], ranks: int) -> list[list[int]]:
     """Distribute `rows` over the ranks so that the ranks' token counts are similar.
 
     If there are fewer rows than ranks, some ranks get none. Each rank's rows stay in order, so that
@@ -66,9 +69,9 @@ def share(lengths: Sequence[int], rows: Sequence[int], ranks: int) -> list[list[
 
 def _rows_by_episode(episodes: Sequence[int]) -> list[list[int]]:
     """Return the rows of each episode, given the episode number of each row."""
-    rows: dict[int, list[int]] = {}
+    rows: dict[int, list[int]] = defaultdict(list)
     for row, episode in enumerate(episodes):
-        rows.setdefault(episode, []).append(row)
+        rows[episode].append(row)
     return list(rows.values())
 
 

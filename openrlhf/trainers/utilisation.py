@@ -8,20 +8,20 @@ from openrlhf.observability.metrics import Mean, Metric
 from openrlhf.rollout.measures import concurrency
 
 
-def utilisation(groups: Sequence[Sequence[Span]], seconds: float) -> dict[str, Metric]:
+def utilisation(hosts: Sequence[Sequence[Span]], seconds: float) -> dict[str, Metric]:
     """Return the utilization metrics of a step that took `seconds`.
 
-    `groups` has the busy spans of each group of processes, which run one role at a time.
+    `hosts` has the busy spans of each set of processes, which run one role at a time.
     """
-    busy = 0.0  # busy seconds, summed over the groups
+    busy = 0.0  # busy seconds, summed over the hosts
     some_busy = 0.0
     several_busy = 0.0
-    for number, time in concurrency(chain.from_iterable(groups)):
+    for number, time in concurrency(chain.from_iterable(hosts)):
         busy += number * time
         some_busy += time
         if number > 1:
             several_busy += time
-    available = len(groups) * seconds
+    available = len(hosts) * seconds
     return {
         "timing/models_idle": Mean(max(0.0, available - busy), available),
         "timing/models_overlap": Mean(several_busy, some_busy),

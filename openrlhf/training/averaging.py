@@ -46,10 +46,9 @@ class WeightAverage:
 
     def _copy_weights(self, dtype: torch.dtype | None = None) -> dict[str, Tensor]:
         """Return CPU copies of the weights that this rank averages. Collective."""
-        averages_here = self.sharded or self.strategy.is_main
         copies: dict[str, Tensor] = {}
         for name, weight in self._weights():
-            if averages_here:
+            if self.sharded or self.strategy.is_main:
                 copies[name] = weight.to("cpu", dtype, copy=True)
         return copies
 
@@ -97,14 +96,14 @@ class WeightAverage:
     def save(self, directory: str, tag: str) -> None:
         """Write this rank's part of the average next to the engine's files."""
         if self.averages:
-            torch.save(self.averages, self._file(directory, tag))
+            torch.save(self.averages, rank_file(self.strategy, directory, tag, "average"))
 
     def load(self, directory: str, tag: str) -> None:
         """Read the files that `save` wrote. Collective.
 
         If the checkpoint has no average, the average restarts at the checkpoint's weights.
         """
-        file = self._file(directory, tag)
+        file = rank_file(self.strategy, directory, tag, "average")
         if file.exists():
             self.averages = torch.load(file)
         # Rank 0 decides for all ranks, because copying whole master weights is collective.
@@ -117,8 +116,10 @@ class WeightAverage:
             )
         self.averages = self._copy_weights(torch.float32)
 
-    def _file(self, directory: str, tag: str) -> Path:
-        return Path(directory) / tag / f"average_{self.strategy.rank}.pt"
+
+def rank_file(strategy: Strategy, directory: str, tag: str, name: str) -> Path:
+    """Return the path of this rank's file `name` in the checkpoint `directory/tag`."""
+    return Path(directory) / tag / f"{name}_{strategy.rank}.pt"
 
 
 def _model_weight(parameter: nn.Parameter) -> Tensor:

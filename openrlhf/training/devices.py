@@ -63,25 +63,23 @@ def silenced_stderr() -> Iterator[None]:
     """Discard standard error, also from C code and child processes, until the block exits."""
     sys.stderr.flush()
     original = os.dup(2)
-    devnull = os.open(os.devnull, os.O_WRONLY)
-    os.dup2(devnull, 2)
+    with open(os.devnull, "wb") as devnull:
+        os.dup2(devnull.fileno(), 2)
     try:
         yield
     finally:
         os.dup2(original, 2)
         os.close(original)
-        os.close(devnull)
 
 
 def redirect_output(path: str) -> None:
     """Append this process's standard output and error, also from C++ code, to a file."""
     Path(path).parent.mkdir(parents=True, exist_ok=True)
-    log = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND)
-    for stream in (sys.stdout, sys.stderr):
-        stream.flush()
-    os.dup2(log, 1)
-    os.dup2(log, 2)
-    os.close(log)
+    sys.stdout.flush()
+    sys.stderr.flush()
+    with open(path, "ab") as log:
+        os.dup2(log.fileno(), 1)
+        os.dup2(log.fileno(), 2)
 
 
 def note(event: str) -> None:

@@ -12,7 +12,7 @@ def training_config(ds: DeepSpeedConfig, *, max_norm: float, ranks: int) -> dict
     backward pass accumulates and each step is applied, so that the caller decides on window
     boundaries and loss denominators.
     """
-    zero = _zero_config(ds, training_stage(ds, ranks))
+    zero = _zero_config(ds, trained_zero_stage(ds, ranks))
     if ds.adam_offload:
         zero["offload_optimizer"] = {"device": "cpu"}
     if ds.param_offload == "cpu":
@@ -25,7 +25,7 @@ def training_config(ds: DeepSpeedConfig, *, max_norm: float, ranks: int) -> dict
     }
 
 
-def training_stage(ds: DeepSpeedConfig, ranks: int) -> int:
+def trained_zero_stage(ds: DeepSpeedConfig, ranks: int) -> int:
     """Return the ZeRO stage to train with, which may differ from --ds.zero_stage.
 
     Stage 1 in bfloat16 with --ds.enable_sleep runs as stage 2, because DeepSpeed cannot move the

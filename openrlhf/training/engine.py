@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, TypeVar, cast
@@ -22,9 +22,9 @@ from transformers import PreTrainedModel
 from openrlhf.config.shared import OptimizerConfig
 from openrlhf.observability.metrics import Metric, merge_all
 from openrlhf.training import devices, ds_config
-from openrlhf.training.averaging import WeightAverage
-from openrlhf.training.masters import ChangedShare, restore_masters, round_new_weights
-from openrlhf.training.nonfinite import LossShare, NonFiniteError, describe_cause, watched_gradients
+from openrlhf.training.averaging import WeightAverage, rank_file
+from openrlhf.training.masters import ChangedWeights, restore_masters, round_new_weights
+from openrlhf.training.nonfinite import LossTerm, NonFiniteError, describe_cause
 from openrlhf.training.optimizers import make_optimizer, make_schedule
 from openrlhf.training.quiet_deepspeed import OffloadStateTypeEnum
 from openrlhf.training.random_state import random_state, restore_random_state
@@ -76,19 +76,17 @@ class TrainEngine:
             # checkpointing.
             module.train()
         rounded_dtype = ROUNDED_DTYPES.get(ds.param_dtype)
-        unrounded: dict[str, Tensor] = {}
-        if rounded_dtype:
-            unrounded = round_new_weights(module, rounded_dtype)
+        unrounded = round_new_weights(module, rounded_dtype)
         engine = initialize(
             config,
             module,
             optimizer=make_optimizer(module.named_parameters(), optimizer, offload=ds.adam_offload),
             lr_scheduler=lambda wrapped: make_schedule(wrapped, optimizer, total_steps),
         )
-        self.changed_share: ChangedShare | None = None  # None if weights are not rounded
+        self.changes: ChangedWeights | None = None  # None if weights are not rounded
         if rounded_dtype:
             restore_masters(engine.module, unrounded)
-            self.changed_share = ChangedShare(engine.module)
+            self.changes = ChangedWeights(engine.module)
         self.engine = engine
         self.strategy = strategy
         self.name = name
@@ -102,7 +100,7 @@ class TrainEngine:
         self.nonfinite_in_a_row = 0  # number of skipped steps since the last applied one
         self._has_two_moments = optimizer.optim == "adam"
         # Stage 0 in float32 computes no gradient norm and does not check for non-finite gradients.
-        self._has_zero_optimizer = ds_config.training_stage(ds, ranks) > 0
+        self._has_zero_optimizer = ds_config.trained_zero_stage(ds, ranks) > 0
         engine.enable_backward_allreduce = self._has_zero_optimizer
         self._sleep()
 
@@ -160,9 +158,7 @@ class TrainEngine:
 
         Exports run in this block.
         """
-        with ExitStack() as stack:
-            if self.average:
-                stack.enter_context(self.average.in_place())
+        with self.average.in_place() if self.average else nullcontext():
             self.free_gathered()
             yield
         self.free_gathered()
@@ -203,17 +199,16 @@ class TrainEngine:
         for name, total in totals.items():
             totals[name] = total or 1.0  # avoid dividing by zero: the sum over no terms is 0
         totals |= sums
-        shares: list[LossShare] = []
-        with watched_gradients(self.module, enabled=self.nonfinite_in_a_row > 0) as broken:
-            for turn in range(rounds):
-                share, metrics = loss(window[min(turn, len(window) - 1)], totals)
-                if turn < len(window):
-                    # DeepSpeed averages gradients over the ranks, but the window needs their sum.
-                    self.engine.backward(share * self.strategy.dp_size)
-                    shares.append(LossShare(share.detach(), metrics))
-                else:
-                    self.engine.backward(share * 0.0)
-        return self._step(shares, broken, max_nonfinite)
+        terms: list[LossTerm] = []
+        for turn in range(rounds):
+            term, metrics = loss(window[min(turn, len(window) - 1)], totals)
+            if turn < len(window):
+                # DeepSpeed averages gradients over the ranks, but the window needs their sum.
+                self.engine.backward(term * self.strategy.dp_size)
+                terms.append(LossTerm(term.detach(), metrics))
+            else:
+                self.engine.backward(term * 0.0)
+        return self._step(terms, max_nonfinite)
 
     def _first_pass(
         self, window: Sequence[M], before: Callable[[M], tuple[M, Totals]], rounds: int
@@ -242,22 +237,21 @@ class TrainEngine:
             sums.append(math.fsum(of_micro[name] for of_micro in numbers))
         return dict(zip(names, self.strategy.all_reduce(sums), strict=True))
 
-    def _step(self, shares: list[LossShare], broken: list[str], max_nonfinite: int) -> StepResult:
+    def _step(self, terms: list[LossTerm], max_nonfinite: int) -> StepResult:
         """Apply the window's gradients, or skip and count the step if their norm is not finite."""
         lr = self._lr()
-        weights_before: Tensor | None = None
-        if self.changed_share:
-            weights_before = self.changed_share.sample()
+        changed: float | None = None
+        if self.changes:
+            self.changes.sample()
         grad_norm = self._apply_gradients()
         applied = math.isfinite(grad_norm)
-        if applied and self.average:
-            self.average.update()
-        changed: float | None = None
-        if applied and self.changed_share and weights_before is not None:
-            moved, sampled = self.strategy.all_reduce(self.changed_share.since(weights_before))
-            changed = moved / sampled
         if applied:
             self.nonfinite_in_a_row = 0
+            if self.average:
+                self.average.update()
+            if self.changes:
+                moved, sampled = self.strategy.all_reduce(self.changes.count())
+                changed = moved / sampled
         else:
             self.nonfinite_steps += 1
             self.nonfinite_in_a_row += 1
@@ -265,10 +259,10 @@ class TrainEngine:
             raise NonFiniteError(
                 f"{self.nonfinite_in_a_row} optimizer step(s) of the {self.name} in a row were "
                 "skipped because the loss or a gradient was NaN or infinite. In the last step, "
-                f"{describe_cause(self.strategy, shares, broken)}. Lower the learning rate, check "
-                "the rewards and data of these steps, or raise --train.max_nonfinite."
+                f"{describe_cause(self.strategy, terms)}. Lower the learning rate, check the "
+                "rewards and data of these steps, or raise --train.max_nonfinite."
             )
-        metrics = merge_all(share.metrics for share in shares)
+        metrics = merge_all(term.metrics for term in terms)
         return StepResult(
             applied=applied, grad_norm=grad_norm, lr=lr, changed=changed, metrics=metrics
         )
@@ -314,7 +308,7 @@ class TrainEngine:
                 save_latest=False,
                 exclude_frozen_parameters=self.partial,
             )
-        torch.save(random_state(), self._random_state_file(directory, tag))
+        torch.save(random_state(), rank_file(self.strategy, directory, tag, "random_state"))
         if self.average:
             self.average.save(directory, tag)
         self.strategy.barrier()
@@ -336,16 +330,11 @@ class TrainEngine:
             Path(directory) / tag, ranks
         )
         self.engine._config.load_universal_checkpoint = converts
-        with ExitStack() as stack:
-            stack.enter_context(self.awake())
-            readable = directory
-            if converts:
-                readable = stack.enter_context(converted(self.strategy, directory, tag))
-            path, skipped = self.engine.load_checkpoint(
+        source = converted(self.strategy, directory, tag) if converts else nullcontext(directory)
+        with self.awake(), source as readable:
+            _, skipped = self.engine.load_checkpoint(
                 readable, tag=tag, load_module_strict=not self.partial
             )
-        if path is None:
-            raise FileNotFoundError(f"DeepSpeed found no checkpoint {tag} in {directory}")
         if converts:
             # With ZeRO 3 DeepSpeed uses the same tensor as the step counter of all parameters.
             for state in self.engine.optimizer.state.values():
@@ -353,7 +342,7 @@ class TrainEngine:
         self._restore_settings(settings)
         self.nonfinite_steps = skipped.get("nonfinite_steps", 0)
         self.nonfinite_in_a_row = skipped.get("nonfinite_in_a_row", 0)
-        file = self._random_state_file(directory, tag)
+        file = rank_file(self.strategy, directory, tag, "random_state")
         if file.exists():  # the saved run may have had fewer ranks
             restore_random_state(torch.load(file, weights_only=False))
         if self.average:
@@ -366,9 +355,6 @@ class TrainEngine:
         for group, given, factor in zip(groups, settings, schedule.lr_lambdas, strict=True):
             group.update(given, lr=given["initial_lr"] * factor(schedule.last_epoch))
         schedule.base_lrs = [given["initial_lr"] for given in settings]
-
-    def _random_state_file(self, directory: str, tag: str) -> Path:
-        return Path(directory) / tag / f"random_state_{self.strategy.rank}.pt"
 
     @property
     def checkpoint_bytes(self) -> int:

@@ -27,20 +27,16 @@ def exported_parameters(
     `masters`: yield the float32 master weights instead of the rounded weights. The engine must be
     awake.
     """
-    if not masters or engine.changed_share is None:
+    if not masters or engine.changes is None:
         yield from _gathered(engine, _exported_tensors(engine), bucket_bytes)
         return
-    frozen: list[WholeTensor] = []
-    trained: list[WholeTensor] = []
-    for tensor in _exported_tensors(engine):
-        if tensor.parts[0].requires_grad:
-            trained.append(tensor)
-        else:
-            frozen.append(tensor)
-    for tensors in cut_into_buckets(trained, WholeTensor.nbytes, bucket_bytes):
-        yield [(tensor.name, whole_master(tensor.parts[0])) for tensor in tensors]
-    for bucket in _gathered(engine, frozen, bucket_bytes):
-        yield [(name, weight.float()) for name, weight in bucket]
+    tensors = list(_exported_tensors(engine))
+    trained = [tensor for tensor in tensors if tensor.parts[0].requires_grad]
+    frozen = [tensor for tensor in tensors if not tensor.parts[0].requires_grad]
+    for bucket in cut_into_buckets(trained, WholeTensor.nbytes, bucket_bytes):
+        yield [(tensor.name, whole_master(tensor.parts[0])) for tensor in bucket]
+    for gathered in _gathered(engine, frozen, bucket_bytes):
+        yield [(name, weight.float()) for name, weight in gathered]
 
 
 def exported_bytes(engine: TrainEngine) -> int:

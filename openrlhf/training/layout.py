@@ -4,18 +4,9 @@ Pure functions, without process group or device.
 """
 
 from dataclasses import dataclass
-from typing import NamedTuple
 
 from openrlhf.config.flags import UserError
 from openrlhf.config.shared import DeepSpeedConfig
-
-
-class Place(NamedTuple):
-    """A rank's position on each axis."""
-
-    dp: int  # index of its data slice
-    sp: int  # index of its part of each sequence in the slice
-    tp: int  # index of its part of each split weight
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -57,14 +48,6 @@ class RankLayout:
     def world_size(self) -> int:
         """The total number of ranks."""
         return self.dp * self.ranks_per_slice
-
-    def place(self, rank: int) -> Place:
-        """Return the position of a rank on each axis."""
-        return Place(
-            dp=rank // self.ranks_per_slice,
-            sp=rank // self.tp % self.sp,
-            tp=rank % self.tp,
-        )
 
     def slice_ranks(self) -> list[list[int]]:
         """Return the ranks of each data slice. The first rank reports the results of its slice."""

@@ -22,15 +22,21 @@ from openrlhf.training.whole import full_shape
 MAX_SAMPLED_WEIGHTS = 4_000_000
 
 
-def round_new_weights(module: nn.Module, dtype: torch.dtype) -> dict[str, Tensor]:
+def round_new_weights(module: nn.Module, dtype: torch.dtype | None) -> dict[str, Tensor]:
     """Round trained float32 weights to `dtype`, and return their exact values by name.
 
-    Models are loaded in `dtype`, so the float32 weights are new adapters and scalar heads.
+    Models are loaded in `dtype`, so the float32 weights are new adapters and scalar heads. Does
+    nothing if `dtype` is None.
     """
     exact: dict[str, Tensor] = {}
     for name, parameter in module.named_parameters():
         is_sharded = hasattr(parameter, "ds_id")
-        if parameter.requires_grad and parameter.dtype == torch.float32 and not is_sharded:
+        if (
+            dtype
+            and parameter.requires_grad
+            and parameter.dtype == torch.float32
+            and not is_sharded
+        ):
             exact[name] = parameter.data
             parameter.data = parameter.data.to(dtype)
     return exact
@@ -43,57 +49,51 @@ def restore_masters(module: nn.Module, new: Mapping[str, Tensor]) -> None:
     The values come from `new`, the result of `round_new_weights`, and from the model's files. If a
     weight differs from the rounded value in the files, its master is not changed.
     """
-    trained: dict[str, nn.Parameter] = {}
-    has_stored_weights = False
-    for name, parameter in module.named_parameters():
-        if parameter.requires_grad:
-            trained[name] = parameter
-            if name not in new and ".lora_" not in name:
-                has_stored_weights = True
+    trained = {name: p for name, p in module.named_parameters() if p.requires_grad}
     for name, value in new.items():
         set_own_master(trained[name], own_part(trained[name], value))
     hf = getattr(module, "hf", None)
-    if not has_stored_weights or not isinstance(hf, PreTrainedModel) or not hf.name_or_path:
+    stored = [name for name in trained if name not in new and ".lora_" not in name]
+    if not stored or not isinstance(hf, PreTrainedModel) or not hf.name_or_path:
         return
     weights = dict(hf.named_parameters(remove_duplicate=False))
 
-    def restore(name: str, stored: Tensor) -> None:
+    def restore(name: str, value: Tensor) -> None:
         weight = weights.get(name)
-        if weight is None or not weight.requires_grad or stored.dtype == weight.dtype:
+        if weight is None or not weight.requires_grad or value.dtype == weight.dtype:
             return
-        if stored.shape != full_shape(weight):
+        if value.shape != full_shape(weight):
             return
-        exact = own_part(weight, stored).to(weight.device, torch.float32)
+        exact = own_part(weight, value).to(weight.device, torch.float32)
         if torch.equal(exact.to(weight.dtype), own_weight(weight).to(weight.device)):
             set_own_master(weight, exact)
 
     read_stored_weights(hf, restore)
 
 
-class ChangedShare:
-    """Measures the fraction of rounded weights that a step changes, in an evenly spaced sample.
+class ChangedWeights:
+    """Counts the rounded weights that a step changes, in an evenly spaced sample.
 
     If a rank has at most `MAX_SAMPLED_WEIGHTS` trained weights, the sample contains all of them.
     """
 
     def __init__(self, module: nn.Module) -> None:
-        self._parameters: list[nn.Parameter] = []
-        total = 0
-        for parameter in module.parameters():
-            if parameter.requires_grad:
-                self._parameters.append(parameter)
-                span = own_span(parameter)
-                total += span.stop - span.start
+        self._parameters = [p for p in module.parameters() if p.requires_grad]
+        total = sum(own_weight(parameter).numel() for parameter in self._parameters)
         stride = max(1, total // MAX_SAMPLED_WEIGHTS)
         self._stride = stride | 1  # an odd stride does not align with matrix columns
+        self._before: Tensor = self._weights()
 
-    def sample(self) -> Tensor:
-        """Return a copy of the sampled weights."""
+    def sample(self) -> None:
+        """Store a copy of the sampled weights before a step."""
+        self._before = self._weights()
+
+    def count(self) -> tuple[float, float]:
+        """Return the number of weights that changed since `sample`, and the sample's size."""
+        return float((self._weights() != self._before).sum()), float(len(self._before))
+
+    def _weights(self) -> Tensor:
         return torch.cat([own_weight(parameter)[:: self._stride] for parameter in self._parameters])
-
-    def since(self, before: Tensor) -> tuple[float, float]:
-        """Return how many weights changed since the sample `before`, and its size, on this rank."""
-        return float((self.sample() != before).sum()), float(len(before))
 
 
 def own_span(parameter: Any) -> slice:

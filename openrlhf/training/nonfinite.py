@@ -1,14 +1,9 @@
 """Diagnosis of optimizer steps whose loss or gradient is NaN or infinite."""
 
-from __future__ import annotations
-
-import math
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
-from functools import partial
+from collections.abc import Sequence
 from typing import NamedTuple
 
-from torch import Tensor, nn
+from torch import Tensor
 
 from openrlhf.config.flags import UserError
 from openrlhf.observability.metrics import Metric, values
@@ -19,63 +14,23 @@ class NonFiniteError(UserError, RuntimeError):
     """The loss or gradient of too many optimizer steps in a row was NaN or infinite."""
 
 
-class LossShare(NamedTuple):
-    """The contribution of a micro-batch to the window's loss, and its metrics."""
+class LossTerm(NamedTuple):
+    """A micro-batch's contribution to the window's loss, and its metrics."""
 
     loss: Tensor
     metrics: dict[str, Metric]
 
 
-@contextmanager
-def watched_gradients(module: nn.Module, *, enabled: bool) -> Iterator[list[str]]:
-    """Collect the names of parameters that get a non-finite gradient before the block exits.
-
-    The parameter closest to the loss comes first. ZeRO frees the gradients before their norm is
-    known, so hooks check each gradient. That takes time, so it is `enabled` only after a skipped
-    step.
-    """
-    broken: list[str] = []
-
-    def check(name: str, gradient: Tensor) -> None:
-        if not gradient.isfinite().all():
-            broken.append(name)
-
-    hooks = []
-    if enabled:
-        for name, parameter in module.named_parameters():
-            if parameter.requires_grad:
-                hooks.append(parameter.register_hook(partial(check, name)))
-    yield broken
-    for hook in hooks:
-        hook.remove()
-
-
-def describe_cause(strategy: Strategy, shares: Sequence[LossShare], broken: Sequence[str]) -> str:
-    """Describe the first non-finite loss of any rank, or else the non-finite gradients. Collective.
-
-    `broken` are the names from `watched_gradients`.
-    """
+def describe_cause(strategy: Strategy, terms: Sequence[LossTerm]) -> str:
+    """Describe the first non-finite loss of any rank, or else blame the gradients. Collective."""
     losses: list[str] = []
-    for place, share in enumerate(shares, 1):
-        if not share.loss.isfinite():
+    for number, term in enumerate(terms, 1):
+        if not term.loss.isfinite():
             losses.append(
-                f"the loss of micro-batch {place} of {len(shares)} on rank {strategy.rank} was "
-                f"{float(share.loss)} ({_non_finite_metrics(share.metrics)})"
+                f"the loss of micro-batch {number} of {len(terms)} on rank {strategy.rank} was "
+                f"{float(term.loss)}, with the metrics {values(term.metrics)}"
             )
-    names: dict[str, None] = {}  # an ordered set
-    for rank_losses, rank_broken in strategy.gather_ranks((losses, broken)):
+    for rank_losses in strategy.gather_ranks(losses):
         if rank_losses:
             return rank_losses[0]
-        names |= dict.fromkeys(rank_broken)
-    if not names:
-        return "all losses were finite, but some gradients were not"
-    first_names = ", ".join(list(names)[:3])
-    return (
-        f"all losses were finite, but not the gradients of {len(names)} parameter(s): {first_names}"
-    )
-
-
-def _non_finite_metrics(metrics: dict[str, Metric]) -> str:
-    numbers = values(metrics)
-    broken = [name for name in numbers if not math.isfinite(numbers[name])]
-    return ", ".join(f"{name} = {numbers[name]}" for name in broken) or "its metrics were finite"
+    return "all losses were finite, but some gradients were not"

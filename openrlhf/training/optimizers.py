@@ -15,7 +15,7 @@ from openrlhf.reporting import warn
 
 # Suffixes of parameter names that get no weight decay: biases and normalization weights.
 NO_DECAY_SUFFIXES = ("bias", "layer_norm.weight", "layernorm.weight", "norm.weight", "ln_f.weight")
-DECAY_SHARE = 0.1  # fraction of the steps in the decay phase of warmup_stable_decay
+DECAY_FRACTION = 0.1  # fraction of the steps in the decay phase of warmup_stable_decay
 
 OPTIMIZERS: Registry[Callable[[list[dict[str, Any]], OptimizerConfig], Optimizer]] = Registry(
     "optimizer"
@@ -42,7 +42,7 @@ def adamw_in_cpu_memory(groups: list[dict[str, Any]], settings: OptimizerConfig)
         from deepspeed.ops.adam import DeepSpeedCPUAdam
 
         return DeepSpeedCPUAdam(groups, lr=adam.lr, betas=adam.betas, eps=adam.eps)
-    except Exception as error:  # a compiler fails in many ways
+    except Exception as error:  # compilers can fail with any exception
         warn(
             "--ds.adam_offload uses torch's AdamW: DeepSpeedCPUAdam could not be compiled "
             f"({error})."
@@ -83,12 +83,11 @@ def parameter_groups(
             undecayed.append(parameter)
         else:
             decayed.append(parameter)
-    groups: list[dict[str, Any]] = []
-    if decayed:
-        groups.append({"params": decayed, "weight_decay": weight_decay})
-    if undecayed:
-        groups.append({"params": undecayed, "weight_decay": 0.0})
-    return groups
+    groups: list[dict[str, Any]] = [
+        {"params": decayed, "weight_decay": weight_decay},
+        {"params": undecayed, "weight_decay": 0.0},
+    ]
+    return [group for group in groups if group["params"]]
 
 
 def make_schedule(optimizer: Any, settings: OptimizerConfig, total_steps: int) -> Any:
@@ -103,7 +102,7 @@ def make_schedule(optimizer: Any, settings: OptimizerConfig, total_steps: int) -
     if settings.lr_scheduler == "warmup_stable_decay":
         options = {
             "min_lr_ratio": settings.min_lr_ratio,
-            "num_decay_steps": math.ceil(total_steps * DECAY_SHARE),
+            "num_decay_steps": math.ceil(total_steps * DECAY_FRACTION),
         }
     warmup_steps = 0
     if total_steps > 1:

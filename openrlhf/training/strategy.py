@@ -57,7 +57,7 @@ class Strategy:
         assert dist.get_world_size() == layout.world_size
         self.rank = dist.get_rank()
         self.is_main = self.rank == 0  # the main process writes files, prints and decides
-        self.dp_rank = layout.place(self.rank).dp
+        self.dp_rank = self.rank // layout.ranks_per_slice
         self.dp_size = layout.dp
         noise_seed = layout.noise_seed(seed, self.rank)
         if full_determinism:

@@ -185,7 +185,7 @@ def test_train_ppo_accepts_the_flags_of_older_launch_scripts(
         ),
     }
     done = run("train_ppo", line | {"run.dir": folder})
-    assert "flags have the names of older releases" in done.errors
+    assert "flags have names from older releases" in done.errors
     all_plausible(folder)
     assert [row["rollout/num_samples"] for row in numbers(folder) if "train/reward" in row] == [
         16,

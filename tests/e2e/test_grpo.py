@@ -747,7 +747,7 @@ def test_reward_file_that_cannot_be_loaded_ends_the_run_before_models_load(
     ("changes", "words"),
     [
         ({"ds.zero_stage": 3}, ["ZeRO stage 2", "ZeRO stage 3", "--ds.zero_stage"]),
-        ({"data.max_samples": 20}, ["prompts of --data.prompt_dataset", "24, ", " there, 20, "]),
+        ({"data.max_samples": 20}, ["prompts of --data.prompt_dataset", "was 24, ", ", now 20, "]),
         ({"train.seed": 7}, ["--train.seed: was 42, now 7"]),
     ],
     ids=["another layout", "other prompts", "another order"],

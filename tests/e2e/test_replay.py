@@ -177,7 +177,7 @@ def test_a_resumed_run_writes_its_steps_anew(written: Path, workspace: Path) -> 
         ({"rollout.batch_size": 8, "rollout.vllm_generate_batch_size": 8},
          ["--rollout.batch_size: was 4, now 8"]),
         ({"rollout.n_samples_per_prompt": 8}, ["--rollout.n_samples_per_prompt: was 4, now 8"]),
-        ({"data.max_samples": 20}, ["prompts of --data.prompt_dataset", ": 24, ", " there, 20, "]),
+        ({"data.max_samples": 20}, ["prompts of --data.prompt_dataset", "was 24, ", ", now 20, "]),
         ({"data.input_template": "q{}"},
          ["prompts of --data.prompt_dataset, with --data.input_template"]),
         ({"algo.dynamic_filtering_range": [0, 0.5]},

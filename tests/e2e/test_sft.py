@@ -482,7 +482,7 @@ def test_mismatches_between_model_tokenizer_and_template_are_reported_at_startup
     assert re.search(
         r"The tokenizer's end-of-text token is z \(\d+\), but .* lists \[\d+\]\.", done.errors
     ), done.errors
-    assert f"optimizer step(s) of {BATCH} rows; {TRAIN_ROWS % BATCH} left over." in done.printed
+    assert f"optimizer step(s) of {BATCH} rows; {TRAIN_ROWS % BATCH} row(s) unused" in done.printed
     assert "Not checked: whether packing or padding changes the models' outputs." in done.printed
     reinforced = {
         "actor.model_name_or_path": whole / "model",

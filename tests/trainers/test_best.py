@@ -196,8 +196,8 @@ def test_best_weights_are_exported_with_the_reason(tmp_path: Path) -> None:
     assert exported(tmp_path, [2.0, 1.0, 1.5, 1.25], patience=2) == (
         "best_global_step2",
         "--eval.patience 2 ends the run after step 4. "
-        "The export contains the weights of step 2, which have the best eval_loss of all "
-        "evaluations, 1.",
+        "The export contains the weights of step 2: the best eval_loss of all evaluations is 1, "
+        "at step 2.",
     )
 
 
@@ -223,6 +223,6 @@ def test_last_weights_are_exported_without_a_best_value_or_its_checkpoint(
     tag, said = exported(tmp_path, [1.0, 2.0, 3.0], patience=2)
     assert (
         tag is None
-        and "no complete checkpoint of the weights of step 1" in said
+        and "1, at step 1, which has no complete checkpoint" in said
         and str(tmp_path) in said
     )

@@ -35,7 +35,9 @@ def run(
             started += 1
         under_way = [prompt for prompt, each in held.items() if not each.finished]
         step = (
-            None if training else rule.step(list(held.values()), version, last=started == prompts)
+            None
+            if training
+            else rule.next_step(list(held.values()), version, last=started == prompts)
         )
         choices = (
             ["finish"] * bool(under_way) + ["train"] * (step is not None) + ["publish"] * training
@@ -91,10 +93,10 @@ def test_step_waits_for_an_old_sample_but_not_for_a_young_one() -> None:
     rule = Capacity(batch=1, queue=2, staleness=2)
     old, new = Held(version=3), Held(version=4, finished=True)
     # The step at version 5 may still train on samples that started at version 3.
-    assert rule.step([old, new], 4) == [1]
-    assert rule.step([old, new], 5) is None
+    assert rule.next_step([old, new], 4) == [1]
+    assert rule.next_step([old, new], 5) is None
     old.finished = True
-    assert rule.step([old, new], 5) == [0]
+    assert rule.next_step([old, new], 5) == [0]
 
 
 def test_rejected_prompt_frees_capacity_and_belongs_to_the_preceding_step() -> None:
@@ -102,12 +104,12 @@ def test_rejected_prompt_frees_capacity_and_belongs_to_the_preceding_step() -> N
     rejected = Held(version=0, finished=True, filtered=True)
     held = [Held(version=0, finished=True), rejected, Held(version=0)]
     assert rule.room(held) == 0 and rule.room(held[:2]) == 1
-    assert rule.step(held, 0) == [0]
-    assert rule.step(held[1:], 1) is None
+    assert rule.next_step(held, 0) == [0]
+    assert rule.next_step(held[1:], 1) is None
     held[2].finished = True
-    assert rule.step(held[1:], 1) == [0, 1]
-    assert rule.step([rejected], 2) is None
-    assert rule.step([rejected], 2, last=True) == [0]
+    assert rule.next_step(held[1:], 1) == [0, 1]
+    assert rule.next_step([rejected], 2) is None
+    assert rule.next_step([rejected], 2, last=True) == [0]
 
 
 @pytest.mark.parametrize("queue", [1, 2, 4])
@@ -115,7 +117,7 @@ def test_lag_of_samples_that_finish_in_order_equals_the_queue_size(queue: int) -
     rule, held, lags = Capacity(batch=2, queue=queue, staleness=queue), list[Held](), list[int]()
     for version in range(8):
         held += [Held(version=version, finished=True) for _ in range(rule.room(held))]
-        step = rule.step(held, version)
+        step = rule.next_step(held, version)
         assert step == [0, 1]
         lags.append(version - held[0].version)
         held = held[2:] + [

@@ -245,8 +245,7 @@ class OnPolicy:
 @pytest.fixture(autouse=True)
 def at_once(monkeypatch: pytest.MonkeyPatch) -> None:
     """Make worker calls return their results directly when they are launched."""
-    for module in ("checkpointing", "exporting"):
-        monkeypatch.setattr(f"openrlhf.trainers.{module}.gather", lambda launched, **_: launched)
+    monkeypatch.setattr("openrlhf.trainers.checkpointing.gather", lambda launched, **_: launched)
 
 
 # ---- supervised
@@ -265,8 +264,8 @@ def test_supervised_run_stops_early_and_exports_the_best_weights(
     assert trainer.weights.exported == 4
     assert trainer.log.said == [
         "--eval.patience 3 ends the run after step 7. "
-        "The export contains the weights of step 4, which have the best eval_loss of all "
-        "evaluations, 1.",
+        "The export contains the weights of step 4: the best eval_loss of all evaluations is 1, "
+        "at step 4.",
         "model: ./ckpt",
     ]
 
@@ -398,7 +397,7 @@ def test_terminated_export_of_best_weights_does_not_save_them_as_the_last_step(
         raise SystemExit(143)
 
     trainer = OnPolicy(tmp_path, [*SCORES, 0.1, 0.1], patience=patience, save_steps=100)
-    trainer.loop.exporting = SimpleNamespace(write_result=terminated)
+    trainer.loop.checkpointing.write_result = terminated
     with pytest.raises(SystemExit):
         trainer.fit()
     last = checkpoints_in(tmp_path, parts=["_actor"]).find(trainer.loop.step, best=False)

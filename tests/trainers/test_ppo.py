@@ -277,7 +277,7 @@ def trainer(
     if save_steps != 1:
         made.checkpointing.save = save
     made.models = SimpleNamespace(improve=lambda experience, **_: {})
-    made.exporting = SimpleNamespace(write_result=lambda: notes.note("export"))
+    made.checkpointing.write_result = lambda: notes.note("export")
     return made
 
 
@@ -328,9 +328,9 @@ def test_run_terminated_after_its_last_step_saves_that_step(last: str) -> None:
         [KEPT, KEPT, FILTERED], notes, eval_steps=10 if last == "evaluation" else -1, save_steps=9
     )
     if last == "evaluation":
-        made.evaluation.play = terminated
+        made.play = terminated
     else:
-        made.exporting.write_result = terminated
+        made.checkpointing.write_result = terminated
     made.source.total_steps = 2
     with pytest.raises(SystemExit):
         made.fit()
@@ -351,7 +351,7 @@ def test_resumed_run_catches_up_on_the_missing_last_evaluation() -> None:
 def test_terminated_run_without_checkpoints_names_the_flag_that_enables_them() -> None:
     notes = Notes()
     made = trainer([KEPT], notes, eval_steps=1)
-    made.evaluation.play = terminated
+    made.play = terminated
     with pytest.raises(SystemExit):
         made.fit()
     assert notes.events == ["step 1, 100%", NOTHING_SAVED + HOW_TO_SAVE]
@@ -445,22 +445,22 @@ def test_evaluation_with_too_many_failures_ends_the_run_and_is_never_the_best(
 
     notes = Notes()
     made = trainer([KEPT], notes, eval_steps=1, save_steps=9)
-    made.evaluation.play = evaluate
-    made.evaluation.errors = ErrorBudget(RewardConfig(max_error_rate=0.1))
-    made.evaluation.best.key = ""
+    made.play = evaluate
+    made.source.errors = ErrorBudget(RewardConfig(max_error_rate=0.1))
+    made.best.key = ""
     with pytest.raises(RewardErrors) if is_ended else nullcontext():
         made.fit()
     assert notes.events[:2] == ["step 1, 100%", "evaluation 1"]
     assert "save 1" in notes.events  # as the best evaluation, or as the last step before the error
     assert ("export" in notes.events) == (not is_ended)
-    assert made.evaluation.best.step == (None if is_ended else 1)
+    assert made.best.step == (None if is_ended else 1)
 
 
 def test_run_without_checkpoints_exports_its_model_if_an_evaluation_ends_it() -> None:
     notes = Notes()
     made = trainer([KEPT], notes, eval_steps=1)
-    made.evaluation.play = lambda step: [failed(step)]
-    made.evaluation.errors = ErrorBudget(RewardConfig())
+    made.play = lambda step: [failed(step)]
+    made.source.errors = ErrorBudget(RewardConfig())
     with pytest.raises(RewardErrors):
         made.fit()
     assert notes.events[1:] == ["evaluation 1", "export"]
@@ -469,7 +469,7 @@ def test_run_without_checkpoints_exports_its_model_if_an_evaluation_ends_it() ->
 def test_interrupted_evaluation_saves_a_checkpoint_and_runs_after_resume() -> None:
     notes = Notes()
     made = trainer([KEPT, KEPT, KEPT], notes, eval_steps=2, save_steps=9)
-    made.evaluation.play = terminated
+    made.play = terminated
     with pytest.raises(SystemExit):
         made.fit()
     assert notes.events == ["step 1, 100%", "step 2, 100%", "save 2", RESUME_HINT.format(2)]

@@ -14,7 +14,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from openrlhf.core.batches import Experience, offsets_of
-from openrlhf.trainers.update_plan import RankUpdate, plan_update, share
+from openrlhf.trainers.update_plan import RankUpdate, distribute, plan_update
 from openrlhf.workers.base import MicroBatchLimits, Update
 from openrlhf.workers.critic import CriticWorker
 
@@ -123,7 +123,7 @@ def test_rank_without_rows_in_the_last_step_keeps_its_other_rows() -> None:
 
 
 def test_last_ranks_get_no_rows_if_there_are_fewer_rows_than_ranks() -> None:
-    assert share([5, 5, 5], [2, 0], 3) == [[2], [0], []]
+    assert distribute([5, 5, 5], [2, 0], 3) == [[2], [0], []]
 
 
 def test_rows_of_a_rank_stay_in_order_so_samples_of_a_prompt_are_adjacent() -> None:

@@ -30,7 +30,7 @@ BETA = 0.75
 
 def weights(policy: PolicyWorker) -> dict[str, torch.Tensor]:
     """Return the averaged weights, which are the fp32 master weights in bfloat16 training."""
-    if policy.engine.changed_share and not policy.engine.partial:
+    if policy.engine.changes and not policy.engine.partial:
         buckets = exported_parameters(policy.engine, 1 << 14, masters=True)
         return {name: tensor.clone() for bucket in buckets for name, tensor in bucket}
     return {

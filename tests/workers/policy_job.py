@@ -21,7 +21,7 @@ from openrlhf.core.batches import Experience, Layout, TokenRows, offsets_of
 from openrlhf.data.tokenizer import get_tokenizer
 from openrlhf.models.loading import LoadSpec
 from openrlhf.observability.metrics import merge_all, values
-from openrlhf.trainers.update_plan import plan_update, share
+from openrlhf.trainers.update_plan import distribute, plan_update
 from openrlhf.training.engine import Metrics
 from openrlhf.training.gathered import full_parameters
 from openrlhf.training.layout import RankLayout
@@ -94,7 +94,7 @@ def text(rows: list[int]) -> TokenRows:
 
 def score(worker: Any, strategy: Strategy, experience: Experience) -> torch.Tensor:
     """Compute a column as the experience maker does: each rank scores its share."""
-    parts = share(LENGTHS, range(len(LENGTHS)), strategy.dp_size)
+    parts = distribute(LENGTHS, range(len(LENGTHS)), strategy.dp_size)
     column = torch.zeros(experience.num_tokens)
     mine = worker.logprobs(experience.targets().select(parts[strategy.rank]))
     for rows, scored in zip(parts, strategy.gather(mine), strict=True):
@@ -153,7 +153,11 @@ def update(policy: PolicyWorker, experience: Experience) -> Metrics:
     plans = plan_update(LENGTHS, ranks=strategy.dp_size, batch_size=BATCH_SIZE, epochs=1, seed=0)
     plan = plans[strategy.rank]
     texts = [
-        text(share([len(row) for row in TEXTS], range(len(TEXTS)), strategy.dp_size)[strategy.rank])
+        text(
+            distribute([len(row) for row in TEXTS], range(len(TEXTS)), strategy.dp_size)[
+                strategy.rank
+            ]
+        )
     ]
     job = PolicyUpdate(
         experience=experience.select(plan.rows),
