@@ -60,7 +60,7 @@ def combine(config: CombinerConfig) -> None:
             reloaded = load_scalar(written, require_head=True).hf
         else:
             reloaded = load_causal_lm(written)
-        gap = find_gap(expected, probe_logits(reloaded), config.ds.param_dtype)
+        gap = find_gap(expected, probe_logits(reloaded), DTYPES[config.ds.param_dtype])
         if gap:
             raise UserError(
                 f"--lora_path {folder} was not merged into --model_path {config.model_path}, "

@@ -26,7 +26,7 @@ from openrlhf.config.flags import UserError
 from openrlhf.config.machine import free_memory
 from openrlhf.config.shared import LoadingConfig
 from openrlhf.models.adapters import stored_adapter, stored_name, with_stored_adapter
-from openrlhf.models.loading import LoadSpec, pin_longrope, read_model
+from openrlhf.models.loading import DTYPES, LoadSpec, pin_longrope, read_model
 from openrlhf.models.probe import find_gap, probe_logits
 from openrlhf.models.weights import stored_weights
 from openrlhf.reporting import notice
@@ -185,7 +185,7 @@ def _compare_logits(folder: Path, expected: Tensor, found: Tensor, precision: st
 
     They may come from different devices and attention kernels.
     """
-    gap = find_gap(expected, found, precision)
+    gap = find_gap(expected, found, DTYPES[precision])
     if not gap:
         return
     if gap.is_other_model:

@@ -140,28 +140,19 @@ def read_model(
     # cuDNN's attention builds a plan for each new batch shape, which takes about 80 ms on an H100,
     # and nearly every batch has a new shape.
     torch.backends.cuda.enable_cudnn_sdp(False)
-    with explaining_failures(spec), _quietly():
-        model, report = model_class.from_pretrained(
-            spec.path,
-            output_loading_info=True,
-            ignore_mismatched_sizes=True,  # the report lists them, and `StoredWeights` rejects them
-            **options,
-        )
-    return model, StoredWeights.of(spec.path, model, report)
-
-
-@contextmanager
-def _quietly() -> Iterator[None]:
-    """Suppress Transformers' tables of missing and unused weights until the block exits.
-
-    `StoredWeights` reports these weights.
-    """
     level = transformers_logging.get_verbosity()
-    transformers_logging.set_verbosity_error()
+    transformers_logging.set_verbosity_error()  # `StoredWeights` reports missing and unused weights
     try:
-        yield
+        with explaining_failures(spec):
+            model, report = model_class.from_pretrained(
+                spec.path,
+                output_loading_info=True,
+                ignore_mismatched_sizes=True,  # `StoredWeights` rejects them
+                **options,
+            )
     finally:
         transformers_logging.set_verbosity(level)
+    return model, StoredWeights.of(spec.path, model, report)
 
 
 def configuration(spec: LoadSpec) -> Any:

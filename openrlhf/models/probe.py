@@ -9,16 +9,15 @@ import torch
 from jaxtyping import Int
 from torch import Tensor, nn
 
-from openrlhf.models.loading import DTYPES
 from openrlhf.models.packed_attention import unpacked
 
 PROBED_TOKENS = 16
 # Mean differences that rounding to the stored dtype explains, in standard deviations of the logits.
-LARGEST_GAPS = {"fp32": 1e-3, "fp16": 0.05, "bf16": 0.2}
+LARGEST_GAPS = {torch.float32: 1e-3, torch.float16: 0.05, torch.bfloat16: 0.2}
 # Median differences over the tokens, in the same unit. A different kernel, or a router that chooses
 # a different expert, does not explain a larger difference. The logits of unrelated models are 1.1
 # apart.
-OTHER_MODELS = {"fp32": 0.02, "fp16": 0.5, "bf16": 0.5}
+OTHER_MODELS = {torch.float32: 0.02, torch.float16: 0.5, torch.bfloat16: 0.5}
 
 
 class LogitGap(NamedTuple):
@@ -55,7 +54,7 @@ def plain_outputs(hf: Any, tokens: Int[Tensor, " T"]) -> Tensor:
         return head(hf.get_decoder()(**inputs).last_hidden_state)[0, :, 0]
 
 
-def find_gap(expected: Tensor, found: Tensor, precision: str) -> LogitGap | None:
+def find_gap(expected: Tensor, found: Tensor, dtype: torch.dtype) -> LogitGap | None:
     """Return the gap between logits or values, or None if rounding to the dtype explains it.
 
     The limit for different models holds for any kernel that computes the logits in this dtype. A
@@ -70,14 +69,14 @@ def find_gap(expected: Tensor, found: Tensor, precision: str) -> LogitGap | None
     gaps = (found - expected).abs()
     spread = float(expected.std())
     magnitude = float(expected.square().mean().sqrt())
-    rounding = 4 * torch.finfo(DTYPES[precision]).eps * magnitude  # of values far from 0
+    rounding = 4 * torch.finfo(dtype).eps * magnitude  # of values far from 0
     gap = float(gaps.mean())
-    if gap <= LARGEST_GAPS[precision] * spread + rounding:
+    if gap <= LARGEST_GAPS[dtype] * spread + rounding:
         return None
     text = f"{gap:.2g} apart on average, with a standard deviation of {spread:.2g}"
     size = magnitude
     if expected.dim() > 1:
         size = spread
         gaps = gaps.mean(dim=-1)
-    is_same = float(gaps.median()) <= OTHER_MODELS[precision] * size + rounding
+    is_same = float(gaps.median()) <= OTHER_MODELS[dtype] * size + rounding
     return LogitGap(text, is_other_model=not is_same)

@@ -72,21 +72,25 @@ def sharing(attend: Callable[..., tuple[Tensor, Any]]) -> Callable[..., tuple[Te
 
     @wraps(attend)
     def attend_in_whole_row(
-        module: Any, *given: Any, shared_prefixes: SharedPrefixes | None = None, **options: Any
+        module: Any,
+        query: Tensor,  # (1, H, M, D)
+        key: Tensor,
+        value: Tensor,
+        *mask: Any,  # may be in `options` instead
+        shared_prefixes: SharedPrefixes | None = None,
+        **options: Any,
     ) -> tuple[Tensor, Any]:
-        for name, value in options.items():
-            if isinstance(value, Tensor) and name not in KNOWN_TENSORS:
+        for name, option in options.items():
+            if isinstance(option, Tensor) and name not in KNOWN_TENSORS:
                 raise ValueError(
                     f"this model's attention depends on `{name}`, which {attend.__name__} would "
                     "ignore"
                 )
         if shared_prefixes is None:
-            return attend(module, *given, **options)
-        # Query, key and value are (1, H, M, D). The mask may be in `options` instead.
-        states = given[:3]
-        mask = given[3:]
-        device = states[0].device  # a model may be spread over several GPUs
-        whole = (each.index_select(2, shared_prefixes.source.to(device)) for each in states)
+            return attend(module, query, key, value, *mask, **options)
+        device = query.device  # a model may be spread over several GPUs
+        source = shared_prefixes.source.to(device)
+        whole = (states.index_select(2, source) for states in (query, key, value))
         attended, weights = attend(module, *whole, *mask, **options)  # (1, N, H, D)
         return attended.index_select(1, shared_prefixes.computed.to(device)), weights
 

@@ -235,7 +235,8 @@ def test_tokens_routed_to_a_different_expert_are_not_mistaken_for_a_different_mo
     expected, other = torch.randn((2, 1, 16, 100), generator=draw)
     found = expected.clone()
     found[:, :3] = other[:, :3]
-    rerouted, unrelated = find_gap(expected, found, "fp32"), find_gap(expected, other, "bf16")
+    rerouted = find_gap(expected, found, torch.float32)
+    unrelated = find_gap(expected, other, torch.bfloat16)
     assert rerouted and not rerouted.is_other_model
     assert unrelated and unrelated.is_other_model
 
@@ -244,7 +245,8 @@ def test_rounding_of_nearly_constant_values_is_not_mistaken_for_a_different_mode
     draw = torch.Generator().manual_seed(1)
     expected = 0.3 + 0.01 * torch.randn(16, generator=draw)
     found = expected + 0.05 * torch.randn(16, generator=draw)
-    rounded, negated = find_gap(expected, found, "bf16"), find_gap(expected, -expected, "bf16")
+    rounded = find_gap(expected, found, torch.bfloat16)
+    negated = find_gap(expected, -expected, torch.bfloat16)
     assert not rounded or not rounded.is_other_model
     assert negated and negated.is_other_model
 
