@@ -281,7 +281,7 @@ class _Episode:
             )
 
     def result(self) -> dict[str, Any]:
-        """Return the entries about the tokens in the result of `execute`."""
+        """Return the token-related entries for the result of `execute`."""
         return {
             "observation_tokens": self.tokens,
             "action_ranges": self.ranges,

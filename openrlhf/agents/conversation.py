@@ -227,7 +227,7 @@ class Conversation:
     def _note_differences(self, whole: str, added: str, *, exact: bool) -> None:
         """Add notices if the conversation differs from `whole`, a fresh rendering of it.
 
-        `added` is the text after the last reply. `exact` is that of its `Continuation`.
+        `added` is the text after the last reply. `exact`: its tokens start where the reply ends.
         """
         if self._text + added != whole:
             self.notices["template"] = _difference(self._text + added, whole)

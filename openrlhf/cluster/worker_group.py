@@ -211,7 +211,7 @@ class WorkerGroup:
         slices = list(zip(self.layout.slice_ranks(), map(ray.put, per_slice), strict=True))
         with self.hosts.ordering:
             calls = [self._call(ranks, method, argument) for ranks, argument in slices]
-        calls[0] = replace(calls[0], spans=self.hosts.spans)  # one slice represents all
+        calls[0] = replace(calls[0], spans=self.hosts.spans)  # one span for all slices
         return calls
 
     def broadcast(self, method: Callable[..., Any], *args: Any) -> list[Call]:

@@ -80,30 +80,21 @@ def column_of(
     forward: Callable[[Rows], Tensor],
     limits: MicroBatchLimits,
     strategy: Strategy,
-    *,
-    per_sample: bool = False,
 ) -> Tensor:
     """Run `forward` on all micro-batches, and return its values for all tokens as a column (N,).
 
-    `per_sample`: `forward` returns one value per row, and the column is (B,). Under ZeRO 3 a
-    forward pass is collective: a rank with fewer micro-batches than the others repeats its last
-    micro-batch.
+    Under ZeRO 3 a forward pass is collective: a rank with fewer micro-batches than other ranks
+    repeats its last micro-batch.
     """
     micro_batches = limits.cut(batch.lengths)
     rounds = len(micro_batches)
     if strategy.config.zero_stage == 3:
         rounds = int(strategy.all_reduce([rounds], "max")[0])
-    length = batch.num_tokens
-    if per_sample:
-        length = batch.num_samples
-    column = torch.zeros(length)
+    column = torch.zeros(batch.num_tokens)
     for number in range(rounds):
         rows = micro_batches[min(number, len(micro_batches) - 1)]
         scored = forward(batch.select(rows).to(strategy.device)).cpu()
-        if per_sample:
-            column[rows] = scored
-        else:
-            column[batch.places_of(rows)] = scored
+        column[batch.places_of(rows)] = scored
     return column
 
 

@@ -105,11 +105,10 @@ class RewardWorker:
         limits = self.settings.limits
         columns: list[Tensor] = []
         for model in self.models:
-            score = partial(self._score, model)
-            column = column_of(texts, score, limits, self.strategy, per_sample=True)
-            columns.append(column)
+            values = column_of(texts, partial(self._values, model), limits, self.strategy)
+            columns.append(last_token_scores(values, texts.offsets))
             model.rest()
         return torch.stack(columns, dim=1)
 
-    def _score(self, model: FrozenModel, micro: Ragged) -> Tensor:
-        return last_token_scores(model(micro.tokens, micro.offsets).values, micro.offsets)
+    def _values(self, model: FrozenModel, micro: Ragged) -> Tensor:
+        return model(micro.tokens, micro.offsets).values

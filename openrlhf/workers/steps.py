@@ -2,7 +2,6 @@
 
 from collections.abc import Callable, Sequence
 from functools import cache, partial
-from typing import NamedTuple
 
 import torch
 from jaxtyping import Float
@@ -15,14 +14,6 @@ from openrlhf.data.tokenizer import get_tokenizer
 from openrlhf.models.loading import LoadSpec, step_tokens
 from openrlhf.models.policy import LogitModel
 from openrlhf.training.strategy import FrozenModel, Strategy
-
-
-class _MarkedAnswer(NamedTuple):
-    """A response split into steps, with a placeholder after each step."""
-
-    ends: list[int]  # index of each step's last token in the response
-    text: list[int]
-    judged: list[bool]  # True at the placeholders in `text`
 
 
 class StepScorer:
@@ -49,9 +40,23 @@ class StepScorer:
         tokens.
         """
         device = answers.tokens.device
-        marked = self._mark(answers)
-        texts = [answer.text for answer in marked]
-        judged = [answer.judged for answer in marked]
+        lengths = answers.lengths.tolist()
+        texts: list[list[int]] = []
+        judged: list[list[bool]] = []
+        places: list[int] = []
+        shares: list[float] = []
+        start = 0
+        for row, mask in zip(
+            answers.tokens.split(lengths), answers.loss_mask.split(lengths), strict=True
+        ):
+            tokens = row.tolist()
+            ends = self.cutter.ends(tokens, mask.tolist())
+            text, placeholders = self.cutter.marked(tokens, ends)
+            texts.append(text)
+            judged.append(placeholders)
+            places += [start + end for end in ends]
+            shares += [1 / len(ends)] * len(ends)
+            start += len(tokens)
         rows = TokenRows.from_lists(texts, judged).to(device)
         outputs = self.model(
             rows.tokens,
@@ -59,28 +64,10 @@ class StepScorer:
             rows.loss_mask,
             lambda logits, _: logits[:, self.judgements.to(device)],
         )
-        places: list[int] = []
-        shares: list[float] = []
-        for start, answer in zip(answers.offsets[:-1].tolist(), marked, strict=True):
-            for end in answer.ends:
-                places.append(start + end)
-                shares.append(1 / len(answer.ends))
         column = torch.zeros(answers.num_tokens, device=device)
         index = torch.tensor(places, dtype=torch.long, device=device)
         column[index] = outputs.values.softmax(-1)[:, 0] * torch.tensor(shares, device=device)
         return column
-
-    def _mark(self, answers: TokenRows) -> list[_MarkedAnswer]:
-        lengths = answers.lengths.tolist()
-        token_rows = answers.tokens.split(lengths)
-        sampled_rows = answers.loss_mask.split(lengths)
-        marked: list[_MarkedAnswer] = []
-        for token_row, sampled in zip(token_rows, sampled_rows, strict=True):
-            tokens = token_row.tolist()
-            ends = self.cutter.ends(tokens, sampled.tolist())
-            text, judged = self.cutter.marked(tokens, ends)
-            marked.append(_MarkedAnswer(ends, text, judged))
-        return marked
 
 
 class StepCutter:
@@ -123,9 +110,7 @@ class StepCutter:
         if ends:
             return ends
         actions = [place for place, is_action in enumerate(sampled) if is_action]
-        if actions:
-            return [actions[-1]]
-        return [len(tokens) - 1]
+        return actions[-1:] or [len(tokens) - 1]
 
     def marked(self, tokens: Sequence[int], ends: Sequence[int]) -> tuple[list[int], list[bool]]:
         """Return the tokens up to the last step, with a placeholder after each step, and a mask.

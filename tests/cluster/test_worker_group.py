@@ -53,7 +53,7 @@ class Host:
 
 @pytest.fixture(scope="module")
 def group() -> Iterator[WorkerGroup]:
-    """Yield a group of four ranks, in which every two ranks share a data slice."""
+    """Yield a group of four ranks, with two ranks per data slice."""
     ray.init(
         address="local",
         num_cpus=1,

@@ -24,7 +24,7 @@ def results(
     folder = tmp_path_factory.mktemp("faults")
     model = save_tiny_model(folder / "model")
     run_ranks(request.param, "tests.workers.fault_job", model, str(folder / "results.pt"), *STAGES)
-    # Of two ranks, rank 0 has rows 0, 2, … and rank 1 has rows 1, 3, …, in micro-batches of two.
+    # With two ranks, rank 0 has rows 0, 2, … and rank 1 has rows 1, 3, …, in micro-batches of two.
     # Row 7 is the one with nonfinite values.
     where = {1: "micro-batch 5 of 5 on rank 0", 2: "micro-batch 2 of 2 on rank 1"}[request.param]
     return torch.load(folder / "results.pt") | {"where": where, "ranks": request.param}
@@ -59,7 +59,7 @@ def test_nonfinite_loss_leaves_optimizer_state_unchanged(
 def test_applied_step_resets_the_count_of_consecutive_skipped_steps(
     results: dict[str, Any], stage: str
 ) -> None:
-    """With `max_nonfinite` 2, the run survives steps bad, good, bad, but not another bad one."""
+    """A run with `max_nonfinite` 2 survives a bad, a good and a bad step, but not one more."""
     result = results[stage]
     assert result["counts"] == [1, 1]
     assert all(re.match(r"2 optimizer step.* actor", error) for error in result["loss errors"])
