@@ -163,7 +163,7 @@ def test_agent_that_cannot_be_loaded_is_rejected_before_startup(
     file = tmp_path / "agent.py"
     file.write_text("class Agent: ...\n")
     done = run("train_ppo_ray", agent_flags(workspace, tmp_path / "run", file), status=2)
-    assert "has no class AgentExecutor; its classes are: Agent" in done.errors
+    assert "defines no class AgentExecutor" in done.errors
     assert "Traceback" not in done.errors
 
 
