@@ -41,13 +41,13 @@ METRIC_STAGES = {
 }
 
 METRICS_INTRODUCTION = (
-    "Every number that a run logs, under the name it has in `metrics.jsonl` and in the trackers. "
-    "A mean is weighted by\n"
-    "what it counts (action tokens, target tokens, episodes or pairs) over all ranks and "
+    "This page lists every metric that a run logs, under its name in `metrics.jsonl` and in the "
+    "trackers. A mean is weighted\n"
+    "by what it counts (action tokens, target tokens, episodes or pairs) over all ranks and "
     "micro-batches of a step, so it does\n"
-    "not depend on how the batch was split. Numbers that your reward function or agent adds appear "
-    "as `train/<name>`, as\n"
-    "means. A value outside its range is a fault of this program: please report it."
+    "not depend on how the batch was split. Metrics that your reward function or agent adds appear "
+    "as `train/<name>`, reduced\n"
+    "as means. A value outside its range is a bug in this project: please report it."
 )
 
 

@@ -223,18 +223,20 @@ class _Processes:
 
 async def _keep_short(logs: Sequence[Path]) -> None:
     """Cut the middle out of each log that exceeds `LOG_BYTES`, until cancelled."""
+    removed = dict.fromkeys(logs, 0)  # bytes
     while True:
         for log in logs:
-            if log_size(log) > LOG_BYTES:
-                _cut(log)
+            if (size := log_size(log)) > LOG_BYTES:
+                removed[log] += size - 2 * LOG_KEPT
+                _cut(log, f"\n[{removed[log]:,} bytes were removed here to shorten the log]\n")
         await asyncio.sleep(LOG_SECONDS)
 
 
-def _cut(log: Path) -> None:
+def _cut(log: Path, words: str) -> None:
     """Keep the beginning and the end of a log while processes continue to append to it."""
     with log.open("r+b") as file:
         file.seek(-LOG_KEPT, os.SEEK_END)
         end = file.read()
         file.truncate(LOG_KEPT)
     with log.open("ab") as file:
-        file.write(b"\n[The middle of this log was removed because the log was too long.]\n" + end)
+        file.write(words.encode() + end)
