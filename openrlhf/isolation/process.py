@@ -271,7 +271,7 @@ class UserProcess:
         if message["scarce"] and len(self._calls) > 1:
             error = ProcessLost(error, "alone")
         running.done.set_exception(error)
-        self._culprit_known = message["last"]
+        self._culprit_known = message["scarce"] or failure is Failure.EXIT
 
     def _ask(self, running: _Running | None, *, number: int, question: Any) -> None:
         """Answer a question of a call, whose clock is paused until the answer arrives.

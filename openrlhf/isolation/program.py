@@ -135,10 +135,7 @@ class Program:
                 f"{PROCESSES} processes and threads. "
             )
         scarce = full or failure is Failure.MEMORY  # other calls may have used up the resource
-        last = scarce or failure is Failure.EXIT
-        self._send(
-            kind="done", call=call, error=text, failure=str(failure), scarce=scarce, last=last
-        )
+        self._send(kind="done", call=call, error=text, failure=str(failure), scarce=scarce)
 
     def _send(self, **message: Any) -> None:
         if os.getpid() != self._process:  # user code forked, and the child returned to this code

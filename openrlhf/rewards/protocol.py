@@ -12,6 +12,7 @@ import operator
 from abc import ABC, abstractmethod
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from itertools import chain
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -107,10 +108,7 @@ class Reward(ABC):
         calls = [[request] for request in requests]
         if self.batch and requests:
             calls = [list(requests)]
-        results: list[RewardResult] = []
-        for call_results in await asyncio.gather(*map(self._score, calls)):
-            results += call_results
-        return results
+        return list(chain.from_iterable(await asyncio.gather(*map(self._score, calls))))
 
     async def _score(self, requests: list[RewardRequest]) -> list[RewardResult]:
         try:
@@ -124,14 +122,11 @@ class Reward(ABC):
 
 def columns(requests: Sequence[RewardRequest]) -> dict[str, list[Any]]:
     """Return the requests as arguments for a reward function."""
-    queries: list[Any] = []
-    prompts: list[Any] = []
-    labels: list[Any] = []
-    for request in requests:
-        queries.append(request.query)
-        prompts.append(request.prompt)
-        labels.append(request.label)
-    return {"queries": queries, "prompts": prompts, "labels": labels}
+    return {
+        "queries": [request.query for request in requests],
+        "prompts": [request.prompt for request in requests],
+        "labels": [request.label for request in requests],
+    }
 
 
 def read_rewards(returned: Any, count: int) -> list[RewardResult]:
@@ -225,9 +220,7 @@ def combined(
     if not abs(total) < LARGEST_REWARD:
         message = f"the reward is {total}: the reward models returned {model_rewards}"
         return trajectory.failing(message, Failure.RESULT)
-    turn_rewards: list[tuple[int, float]] = []
-    for position, part in trajectory.turn_rewards:
-        turn_rewards.append((position, weights[-1] * part))
+    turn_rewards = [(position, weights[-1] * part) for position, part in trajectory.turn_rewards]
     for position, part in enumerate(by_steps):
         if part:
             turn_rewards.append((position, weights[len(model_rewards) - 1] * part))
