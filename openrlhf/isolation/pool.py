@@ -1,8 +1,8 @@
 """A pool of processes that run user code, with one or several concurrent calls in each process.
 
 A call that hangs, exits, crashes or runs out of memory ends its process, never the run. The call
-raises `UserCodeError`. The process and all its descendants are killed, and a new process replaces
-it while the rest of the pool continues.
+raises `UserCodeError`. The process and all its descendants are killed while the rest of the pool
+continues, and a later call starts a new process in its place.
 
 If the process was running several calls, only the call at fault fails. Calls that were waiting for
 an answer are retried in another process. Calls whose own code was running are retried too, each
@@ -168,8 +168,8 @@ class _Processes:
     def __init__(self, count: int, limits: Limits, log: Path | None) -> None:
         self.limits = limits
         self.logs = [log and Path(f"{log}-{number}.log") for number in range(count)]
-        self._processes = [self._fresh(number) for number in range(count)]
-        self._replaced = set[UserProcess]()  # replaced processes that are still ending
+        self._processes = [UserProcess(limits, log) for log in self.logs]
+        self._replaced: list[UserProcess] = []  # replaced processes that may still be ending
         # Calls acquire it in the order in which they arrive.
         self._places = asyncio.Semaphore(count * limits.at_once)
         self._closed: UserCodeError | None = None
@@ -190,28 +190,12 @@ class _Processes:
         """Return the process with the fewest calls, preferring one that has started."""
         if self._closed:
             raise self._closed
-        process = min(self._processes, key=lambda each: (each.calls_given, each.process is None))
-        if process.usable:
-            return process
-        return self._replace(process)
-
-    def _fresh(self, number: int) -> UserProcess:
-        return UserProcess(self.limits, self.logs[number], self._ended)
-
-    def _replace(self, process: UserProcess) -> UserProcess:
-        number = self._processes.index(process)
-        self._replaced.add(process)
-        self._processes[number] = self._fresh(number)
-        return self._processes[number]
-
-    def _ended(self, process: UserProcess) -> None:
-        """Replace a process that ended, and load the same files in the new process."""
-        if process in self._processes and not self._closed:
-            fresh = self._replace(process)
-            for setup, load in process.loads.items():
-                if load.done() and not load.cancelled() and not load.exception():
-                    fresh.begin_load(setup)
-        self._replaced.discard(process)
+        process = min(self._processes, key=lambda each: (each.calls_given, not each.started))
+        if not process.usable:
+            self._replaced = [each for each in self._replaced if not each.gone] + [process]
+            number = self._processes.index(process)
+            process = self._processes[number] = UserProcess(self.limits, self.logs[number])
+        return process
 
     async def close(self) -> None:
         """Kill all processes and wait until they have ended."""

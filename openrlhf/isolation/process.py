@@ -13,11 +13,10 @@ import signal
 import socket
 import subprocess
 import sys
-from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Literal, Self
+from typing import Any, Literal
 
 from openrlhf.core.trajectory import Failure
 from openrlhf.isolation.call import Asked, Limits, ProcessLost, UserCall, UserCodeError
@@ -47,13 +46,10 @@ class _Running:
 
 
 class UserProcess:
-    """One process, from its first call to its end, used from one event loop only.
+    """One process, from its first call to its end, used from one event loop only."""
 
-    `on_end` is called when the process has ended.
-    """
-
-    def __init__(self, limits: Limits, log: Path | None, on_end: Callable[[Self], None]) -> None:
-        self.limits, self.log, self.on_end = limits, log, on_end
+    def __init__(self, limits: Limits, log: Path | None) -> None:
+        self.limits, self.log = limits, log
         self.calls_given = 0
         # A call was late here and may have left hanging threads: accept no further calls.
         self.retiring = False
@@ -72,6 +68,11 @@ class UserProcess:
         """True if the process accepts calls."""
         return not (self.retiring or self.gone)
 
+    @property
+    def started(self) -> bool:
+        """True if the process is running and accepts calls."""
+        return self.process is not None and self.usable
+
     async def run(self, call: UserCall, setup: UserCall) -> Any:
         """Run `setup` once, then `call`, and return the result of `call`.
 
@@ -79,7 +80,7 @@ class UserProcess:
         """
         self.calls_given += 1
         try:
-            loaded = await asyncio.shield(self.begin_load(setup))
+            loaded = await asyncio.shield(self._load_once(setup))
             if call is setup:
                 return loaded
             return await self._run(call)
@@ -88,7 +89,7 @@ class UserProcess:
             if self.retiring and not self.calls_given:
                 self.cut()
 
-    def begin_load(self, setup: UserCall) -> asyncio.Task[Any]:
+    def _load_once(self, setup: UserCall) -> asyncio.Task[Any]:
         """Start running `setup`, unless it was started before. Returns its task."""
         if setup not in self.loads:
             self.loads[setup] = asyncio.create_task(self._load(setup))
@@ -239,7 +240,6 @@ class UserProcess:
             running.done.set_exception(
                 ProcessLost(self._ending or self._loss(running, code), again)
             )
-        self.on_end(self)
 
     def _loss(self, running: _Running, code: int) -> UserCodeError:
         """Return an error that describes how the process ended and quotes the call's output."""
