@@ -75,9 +75,7 @@ class WeightPublisher:
     failures: tuple[type[Exception], ...]  # errors of `gather` that may mean a lost process
     check: Callable[[], None] | None = None  # called once after the first publication
     groups_made: int = field(default=0, init=False)
-    connected: Sequence[EngineProcess] = field(
-        default=(), init=False
-    )  # members of the current group
+    connected: Sequence[EngineProcess] = field(default=(), init=False)  # in the current group
     # Held while publishing, and while launching a weight update.
     sending: threading.RLock = field(default_factory=threading.RLock, init=False)
 

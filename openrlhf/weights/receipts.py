@@ -35,11 +35,9 @@ def verify_receipts(
     if not differences:
         return
     reasons = "; ".join(differences[:NAMED_DIFFERENCES])
-    unnamed = len(differences) - NAMED_DIFFERENCES
-    if unnamed > 0:
-        reasons += f"; and {unnamed} more differences"
     raise PublicationError(
-        f"engine {engine} failed to verify weight version {manifest.version}: {reasons}"
+        f"engine {engine} failed to verify weight version {manifest.version}: {reasons} "
+        f"({len(differences)} differences)"
     )
 
 

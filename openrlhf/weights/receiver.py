@@ -73,14 +73,9 @@ class WeightReceiver(Membership):
         `load` reads `Delivery.tensors` and then calls `Delivery.finish`. If it raises an error, the
         receiver leaves the group, so that the sender does not wait for its deadline.
         """
-        if self.channel is None:
-            raise RuntimeError("this engine has not joined a weight group")
-        delivery = Delivery(manifest, self.channel, device)
-        try:
+        with self.publishing() as channel:
+            delivery = Delivery(manifest, channel, device)
             report = load(delivery)
-        except BaseException:
-            self.leave()
-            raise
         return WorkerReceipt(
             rank=self.rank,
             bucket_hashes=tuple(delivery.hashes),

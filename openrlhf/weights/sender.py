@@ -6,7 +6,7 @@ from itertools import islice
 import torch
 
 from openrlhf.weights.buckets import NamedTensor, bucket_hash, bucket_nbytes, pack
-from openrlhf.weights.manifest import PublicationError, WeightManifest
+from openrlhf.weights.manifest import WeightManifest
 from openrlhf.weights.transport import Channel, Membership
 
 
@@ -20,16 +20,9 @@ class WeightSender(Membership):
         manifest. In both cases the sender leaves the group, so that the engines fail immediately.
         They stay paused until a new group sends everything again.
         """
-        if self.channel is None:
-            raise PublicationError(
-                f"version {manifest.version} cannot be sent: the sender has not joined a group"
-            )
-        try:
-            hashes = list(_send_buckets(self.channel, manifest, iter(tensors)))
-            self.channel.send(torch.tensor(hashes, device=self.channel.device).view(torch.uint8))
-        except BaseException:
-            self.leave()
-            raise
+        with self.publishing() as channel:
+            hashes = list(_send_buckets(channel, manifest, iter(tensors)))
+            channel.send(torch.tensor(hashes, device=channel.device).view(torch.uint8))
 
 
 def _send_buckets(

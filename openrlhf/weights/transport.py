@@ -1,5 +1,8 @@
 """Transports, which move bytes from senders to engine workers.
 
+A channel's calls block until the bytes have been transferred, or raise PublicationError. Each
+`send` by a sender is matched by a `receive` by its receivers, with a buffer of the same size.
+
 Senders and all engine workers form one group, separate from torch's default group. Broadcasts have
 one sender, trainer rank 0: gloo between CPU processes, NCCL between different GPUs. With CUDA IPC
 every trainer rank sends to the engine worker on its own GPU. Only gloo and, with one rank, CUDA IPC
@@ -9,9 +12,11 @@ two GPUs.
 
 import os
 import pickle
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from datetime import timedelta
-from typing import Any, Literal, Protocol
+from typing import Any, Literal
 
 import torch
 import torch.distributed as dist
@@ -39,53 +44,6 @@ class WeightGroup:
     name: str  # unique per group: a failed group's messages must not reach the next group
     timeout_s: float = 120.0
     senders: tuple[int, ...] = (0,)  # ranks of the senders among the policy's processes
-
-
-class Channel(Protocol):
-    """A member's end of a weight group.
-
-    Its calls block until the bytes have been transferred, or raise PublicationError. Each `send` by
-    a sender is matched by a `receive` by its receivers, with a buffer of the same size.
-    """
-
-    device: torch.device  # device of the buffers
-
-    def send(self, buffer: Tensor) -> None: ...
-    def receive(self, buffer: Tensor) -> None: ...
-    def close(self) -> None: ...
-
-
-def join_group(group: WeightGroup, rank: int) -> Channel:
-    """Join the group, waiting for its other members.
-
-    Raises PublicationError after `timeout_s`, naming the missing members.
-    """
-    store = _meet(group, rank)
-    if group.transport == "ipc":
-        return IpcChannel(store, group)
-    return BroadcastChannel(store, group, rank)
-
-
-class Membership:
-    """A process's membership in weight groups, one group at a time."""
-
-    channel: Channel | None = None  # None: not in a group
-    rank: int
-
-    def join(self, group: WeightGroup, rank: int = 0) -> None:
-        """Leave the previous group and join a new one.
-
-        Blocks until all members have joined.
-        """
-        self.leave()
-        self.channel = join_group(group, rank)
-        self.rank = rank
-
-    def leave(self) -> None:
-        """Close any open channel. The other members notice that it is closed."""
-        if self.channel is not None:
-            self.channel.close()
-            self.channel = None
 
 
 class BroadcastChannel:
@@ -221,3 +179,54 @@ def _absent(store: Store, keys: list[str], timeout_s: float) -> str:
 def _broken(group: WeightGroup, what: str, error: Exception) -> PublicationError:
     reason = str(error).splitlines()[0]
     return PublicationError(f"weight group {group.name} ({group.transport}): {what}: {reason}")
+
+
+# A member's end of a weight group.
+Channel = BroadcastChannel | IpcChannel
+
+
+def join_group(group: WeightGroup, rank: int) -> Channel:
+    """Join the group, waiting for its other members.
+
+    Raises PublicationError after `timeout_s`, naming the missing members.
+    """
+    store = _meet(group, rank)
+    if group.transport == "ipc":
+        return IpcChannel(store, group)
+    return BroadcastChannel(store, group, rank)
+
+
+class Membership:
+    """A process's membership in weight groups, one group at a time."""
+
+    channel: Channel | None = None  # None: not in a group
+    rank: int
+
+    def join(self, group: WeightGroup, rank: int = 0) -> None:
+        """Leave the previous group and join a new one.
+
+        Blocks until all members have joined.
+        """
+        self.leave()
+        self.channel = join_group(group, rank)
+        self.rank = rank
+
+    def leave(self) -> None:
+        """Close any open channel. The other members notice that it is closed."""
+        if self.channel is not None:
+            self.channel.close()
+            self.channel = None
+
+    @contextmanager
+    def publishing(self) -> Iterator[Channel]:
+        """Yield the channel. If the block fails, leave the group, so that other members fail too.
+
+        Raises PublicationError if the process has not joined a group.
+        """
+        if self.channel is None:
+            raise PublicationError("this process has not joined a weight group")
+        try:
+            yield self.channel
+        except BaseException:
+            self.leave()
+            raise
