@@ -16,7 +16,7 @@ from typing import NoReturn, TypeVar
 
 from openrlhf.config import machine
 from openrlhf.config.commands import Command
-from openrlhf.config.flags import UserError, flags_in, flags_of, items, toml_beside, value_at
+from openrlhf.config.flags import UserError, flags_in, flags_of, toml_beside, value_at
 from openrlhf.config.options import parse_config
 from openrlhf.config.places import model_in, outputs
 from openrlhf.locks import InUseError, check_unlocked, locked
@@ -27,8 +27,8 @@ LAUNCHER = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE")  # set by a 
 OTHER_AUTHOR = "OpenRLHF Team"  # author of the package openrlhf on PyPI
 HELP_FLAGS = {"-h", "--help", "--help_json"}
 HUB_TIMEOUT_S = 5.0
-# With one of these variables, the Hub client uses a mirror, a proxy, another cache or no network.
-HUB_VARIABLES = {"HF_ENDPOINT", "HF_HUB_CACHE", "HF_HUB_OFFLINE", "HTTPS_PROXY", "https_proxy"}
+# With one of these variables, the Hub client uses a mirror, a proxy or no network.
+HUB_VARIABLES = {"HF_ENDPOINT", "HF_HUB_OFFLINE", "HTTPS_PROXY", "https_proxy"}
 OTHERS_WAIT_S = 10.0  # a launcher stops all processes when one fails
 SHARED = ("events",)  # kinds of outputs that several commands may write at the same time
 C = TypeVar("C", bound=Command)
@@ -52,7 +52,7 @@ def read_flags(
         with pipe_may_close():
             config = parse_config(root, words, command=command)
     check_folders(config)
-    check_models(config)
+    skip_unreachable_hub(config)
     return config
 
 
@@ -234,43 +234,17 @@ def check_folders(config: Command) -> None:
         )
 
 
-def check_models(config: Command) -> None:
-    """Exit with status 2 if a model's folder does not exist and cannot be a model on the Hub.
-
-    The Hub client would retry for about a minute.
-    """
-    for flag, value in flags_in(config):
-        if flag.holds != "model" or flag.path == "algo.distill.teacher":  # may name an engine
-            continue
-        for path in items(value):
-            parent = os.path.dirname(path)
-            while parent and not os.path.isdir(parent):
-                parent = os.path.dirname(parent)
-            if parent and not os.path.exists(path):
-                folders = sorted(entry.name for entry in os.scandir(parent) if entry.is_dir())
-                found = ", ".join(folders) or "no folder"
-                fail(
-                    f"{flag.name}: the folder {path} does not exist ({parent} has {found:.200}). "
-                    "To load a model of this name from the Hub, start the command elsewhere."
-                )
-            if not os.path.exists(path) and not _can_download(path):
-                fail(
-                    f"{flag.name}: the folder {path} does not exist, and the Hub cannot be "
-                    "reached. Correct the path, or download the model first."
-                )
-
-
-def _can_download(model: str) -> bool:
-    """Return whether a model is in the Hub's cache, or the Hub or a proxy may be reached."""
-    home = os.environ.get("HF_HOME", os.path.expanduser("~/.cache/huggingface"))
-    cached = os.path.join(home, "hub", f"models--{model.replace('/', '--')}")
-    if os.path.isdir(cached) or not HUB_VARIABLES.isdisjoint(os.environ):
-        return True
+def skip_unreachable_hub(config: Command) -> None:
+    """Make downloads fail at once if the Hub is unreachable: its client retries for a minute."""
+    if not HUB_VARIABLES.isdisjoint(os.environ):
+        return
+    models = [value for flag, value in flags_in(config) if flag.holds == "model" and value]
+    if all(map(os.path.exists, models)):
+        return
     try:
         socket.create_connection(("huggingface.co", 443), timeout=HUB_TIMEOUT_S).close()
     except OSError:
-        return False
-    return True
+        os.environ["HF_HUB_OFFLINE"] = "1"
 
 
 @contextmanager

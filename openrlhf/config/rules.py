@@ -135,8 +135,15 @@ def _model_exists(flag: Flag, path: str) -> Iterator[str]:
             f"{flag.name} {path} is an adapter: first merge it into its base model with openrlhf "
             "lora_combiner."
         )
+    owner = os.path.dirname(path)
     if _is_gone(path):
         yield f"{flag.name} {path} does not exist on this machine or is not readable by this user."
+    elif os.path.isdir(owner) and not os.path.exists(path):
+        folders = sorted(entry.name for entry in os.scandir(owner) if entry.is_dir())
+        yield (
+            f"{flag.name} {path} does not exist: {owner} has {', '.join(folders) or 'no folder'}. "
+            "To load a model of this name from the Hub, start the command in another folder."
+        )
 
 
 def _dataset_exists(flag: Flag, path: str) -> Iterator[str]:

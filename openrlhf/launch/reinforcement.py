@@ -74,14 +74,12 @@ def prepare(config: PPOConfig, processes: Processes) -> Run | None:
         identity=rl_identity(config, data.train),
     )
     done = 0
-    consumed = 0
     if checkpoint:
         start = replace(start, run_dir=checkpoint.state.continued_folder(start.run_dir))
         words = "estimator, --ds.zero_stage, --ds.param_dtype and number of devices per role"
         checkpoint.check_continued_by(start, layout=words, converts=config.ds.use_universal_ckpt)
         done = checkpoint.state.step
-        consumed = checkpoint.state.consumed
-    replay = replay_folder(config, data, done=done, consumed=consumed)
+    replay = replay_folder(config, data, done=done)
     if config.dry_run:
         check_unlocked(Path(start.run_dir), f"--run.dir {start.run_dir}")
         show_plan(config, data, processes.plan)

@@ -1,20 +1,12 @@
 """Check of the --rollout.replay_dir folder before models are loaded."""
 
-import asyncio
-from dataclasses import replace
-from itertools import islice
-
 from openrlhf.checkpoints.manifest import differences
 from openrlhf.config.ppo import PPOConfig
-from openrlhf.data.batching import ResumableSampler
 from openrlhf.data.errors import DataError
 from openrlhf.data.first_start import FirstStart
-from openrlhf.launch import settings
 from openrlhf.launch.identity import episode_identity
 from openrlhf.launch.prompt_data import PromptData
 from openrlhf.rollout.episode_files import EpisodeFolder
-from openrlhf.rollout.generator import Request
-from openrlhf.rollout.recorded import ReplayGenerator
 
 
 def start_of_episodes(config: PPOConfig) -> FirstStart:
@@ -30,14 +22,12 @@ def start_of_episodes(config: PPOConfig) -> FirstStart:
     return FirstStart.here()
 
 
-def replay_folder(
-    config: PPOConfig, data: PromptData, *, done: int, consumed: int
-) -> EpisodeFolder | None:
+def replay_folder(config: PPOConfig, data: PromptData, *, done: int) -> EpisodeFolder | None:
     """Return the checked folder of --rollout.replay_dir, or None if the flag is not set.
 
-    The run has completed `done` steps and consumed `consumed` prompts. Reads the first line of each
-    file and the whole file of the next step. Raises DataError if the folder has no episodes, lacks
-    a step, or was written by a run with different prompts or samples.
+    The run has completed `done` steps. Reads the first line of each file and the whole file of the
+    next step. Raises DataError if the folder has no episodes, lacks a step, or was written by a run
+    with different prompts or samples.
     """
     if not config.rollout.replay_dir:
         return None
@@ -49,17 +39,16 @@ def replay_folder(
             f"{flag} has no episodes (step-000001.jsonl.gz, …). "
             "Record episodes with --rollout.dump_dir first."
         )
-    recorded = set(steps)
-    for step in range(done + 1, steps[-1]):
-        if step not in recorded:
-            raise DataError(
-                f"{flag} has steps up to {steps[-1]}, but not step {step}. "
-                f"Copy {folder.file('step', step).name} from the original folder."
-            )
+    missing = set(range(done + 1, steps[-1])).difference(steps)
+    if missing:
+        step = min(missing)
+        raise DataError(
+            f"{flag} has steps up to {steps[-1]}, but not step {step}. "
+            f"Copy {folder.file('step', step).name} from the original folder."
+        )
     identity = episode_identity(config, data.train)
-    for step in steps:
-        if step <= done:
-            continue
+    remaining = [step for step in steps if step > done]
+    for step in remaining:
         changed = differences(folder.header("step", step)["run"], identity)
         if changed:
             advice = "Replay it with the settings of that run:"
@@ -67,16 +56,6 @@ def replay_folder(
                 f"{folder.file('step', step)} was written by a run with different prompts or "
                 "samples. " + "\n  ".join([advice, *changed])
             )
-    rest_of_epoch = ResumableSampler(
-        len(data.train), seed=config.train.seed, consumed=consumed, drop_last=False
-    )
-    rows = islice(rest_of_epoch, config.rollout.batch_size)
-    prompts = [replace(data.train[row], index=index) for index, row in enumerate(rows, consumed)]
-    request = Request(spec=settings.train_sampling(config), step=done + 1)
-
-    async def read() -> None:
-        async for _ in ReplayGenerator(folder).stream(prompts, request, groups=len(prompts)):
-            pass  # samples of different prompts raise DataError
-
-    asyncio.run(read())
+    for step in remaining[:1]:
+        folder.read("step", step)
     return folder

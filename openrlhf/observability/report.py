@@ -127,7 +127,7 @@ class StageView:
     """Contents of a stage's section on the page."""
 
     folder: Path
-    command: str
+    command: Sequence[str]
     settings: Sequence[str]
     facts: Sequence[str]
     series: Series
@@ -200,7 +200,7 @@ def read_stage(folder: Path) -> StageView:
     comments = [line[2:] for line in given.splitlines() if line.startswith("# ")]
     return StageView(
         folder=folder,
-        command=command_line(comments[:1], given),
+        command=[*comments[:1], *command_flags(given)],
         settings=read_settings(config),
         facts=_facts(rows),
         series=series,
@@ -214,12 +214,9 @@ def read_stage(folder: Path) -> StageView:
     )
 
 
-def command_line(command: Sequence[str], given: str) -> str:
-    """Return the command line of a run: its command, if known, and the flags in config.yaml."""
-    words = [*command]
-    for path, value in read_flags(given).items():
-        words.append(f"--{path} {value}")
-    return " ".join(words)
+def command_flags(given: str) -> list[str]:
+    """Return the flags in config.yaml as on a command line."""
+    return [f"--{path} {value}" for path, value in read_flags(given).items()]
 
 
 def read_settings(config: str) -> list[str]:

@@ -307,7 +307,7 @@ def test_missing_model_folder_fails_at_once_and_lists_existing_folders(
     with pytest.raises(SystemExit) as ended:
         main.main(words)
     assert ended.value.code == 2
-    assert "runs/nope does not exist (runs has first)" in capsys.readouterr().err
+    assert "runs/nope does not exist: runs has first." in capsys.readouterr().err
 
 
 def test_unknown_command_error_names_unreadable_plugin(
