@@ -286,20 +286,20 @@ class Pipeline:
         inputs = self.inputs(stage)
         old = self.record(stage)
         state = self.state(stage, inputs, old)
-        self.finished[stage.name] = None
-        if state == DONE:
-            self.finished[stage.name] = old["finished"]
-        line = f"{stage.name}: {state}"
+        self.finished[stage.name] = old["finished"] if state == DONE else None
+        if state == DONE or dry:
+            say(f"{stage.name}: {state}")
+            return
         record = Record(inputs=inputs, seconds=0.0, finished=None)
+        line = f"{stage.name}: {state}"
         if state == RESUMES:
             record["seconds"] = old["seconds"]
-        elif state != DONE and not dry:
+        else:
             aside = set_aside(self.folder, [stage.name, f"{stage.name}.json"])
             if aside:
                 line += f". The old result is in {aside}."
         say(line)
-        if state != DONE and not dry:
-            self.execute_stage(stage, record, lock, resumes=state == RESUMES)
+        self.execute_stage(stage, record, lock, resumes=state == RESUMES)
 
     def execute_stage(
         self, stage: Stage, record: Record, lock: int | None, *, resumes: bool

@@ -216,7 +216,10 @@ def read_stage(folder: Path) -> StageView:
 
 def command_flags(given: str) -> list[str]:
     """Return the flags in config.yaml as on a command line."""
-    return [f"--{path} {value}" for path, value in read_flags(given).items()]
+    words: list[str] = []
+    for path, value in read_flags(given).items():
+        words.append(f"--{path} {value}")
+    return words
 
 
 def read_settings(config: str) -> list[str]:
