@@ -4,6 +4,7 @@ import heapq
 import math
 from collections.abc import Iterator, Sequence
 from functools import lru_cache
+from itertools import pairwise
 from operator import attrgetter
 from typing import NamedTuple
 
@@ -62,13 +63,8 @@ def balanced_partition(lengths: Sequence[int], parts: int) -> list[list[int]]:
 def batches_of_rows(rows: Sequence[int], size: int) -> list[list[int]]:
     """Split the rows into consecutive batches of at most `size` rows, as evenly as possible."""
     count = math.ceil(len(rows) / size)
-    batches: list[list[int]] = []
-    start = 0
-    for batch in range(1, count + 1):
-        end = round(batch * len(rows) / count)
-        batches.append(list(rows[start:end]))
-        start = end
-    return batches
+    edges = [0, *(round(batch * len(rows) / count) for batch in range(1, count + 1))]
+    return [list(rows[start:end]) for start, end in pairwise(edges)]
 
 
 def batches_of_tokens(lengths: Sequence[int], max_tokens: int) -> list[list[int]]:
@@ -77,26 +73,23 @@ def batches_of_tokens(lengths: Sequence[int], max_tokens: int) -> list[list[int]
     A row longer than `max_tokens` gets its own batch.
     """
     fitting: list[int] = []
-    fitting_lengths: list[int] = []
     batches: list[list[int]] = []
     for row, length in enumerate(lengths):
         if length <= max_tokens:
             fitting.append(row)
-            fitting_lengths.append(length)
         else:
             batches.append([row])
-    count = max(math.ceil(sum(fitting_lengths) / max_tokens), 1)
+    short = [lengths[row] for row in fitting]
+    count = max(math.ceil(sum(short) / max_tokens), 1)
+    parts: list[list[int]] = []
     while fitting:
-        parts = balanced_partition(fitting_lengths, count)
-        most_tokens = 0
-        for part in parts:
-            most_tokens = max(most_tokens, sum(fitting_lengths[place] for place in part))
-        if most_tokens <= max_tokens:
-            for part in parts:
-                batches.append([fitting[place] for place in part])
-            return sorted(batches)
+        parts = balanced_partition(short, count)
+        if max(sum(map(short.__getitem__, part)) for part in parts) <= max_tokens:
+            break
         count += 1
-    return batches
+    for part in parts:
+        batches.append([fitting[place] for place in part])
+    return sorted(batches)
 
 
 class ResumableSampler(Sampler[int]):

@@ -38,9 +38,14 @@ def kind(value: Any) -> str:
     return KINDS.get(type(value), type(value).__name__)
 
 
+def origin_of(row: Mapping[str, Any]) -> str:
+    """Return the dataset and the row number (from 1) of a row as text."""
+    return f"{row[SOURCE]}, row {row[ROW]}"
+
+
 def row_error(row: Mapping[str, Any], column: str, problem: str) -> DataError:
     """Return an error that names the dataset, the row (from 1) and the column before `problem`."""
-    return DataError(f"{row[SOURCE]}, row {row[ROW]}, column {column!r}: {problem}")
+    return DataError(f"{origin_of(row)}, column {column!r}: {problem}")
 
 
 def text_of(row: Mapping[str, Any], column: str) -> str:
@@ -69,42 +74,26 @@ def source_of(rows: Any) -> str:
 
 
 def check_columns(rows: Any, needed: Mapping[str, str | None]) -> None:
-    """Raise DataError if a flag names a column that the dataset does not have.
+    """Raise DataError if flags name columns that the dataset does not have.
 
     `needed` maps flags to column names.
     """
     columns: list[str] = rows.column_names
+    problems: list[str] = []
     for flag, column in needed.items():
         if column is not None and column not in columns:
-            raise DataError(
+            fix = f"Set {flag} to one of them."
+            if len(rows) == 1:
+                fix = "It has one row: if this row lists the rows, write the list to its own file."
+            for name in columns:
+                if name.strip().lower() == column.strip().lower():
+                    fix = (
+                        f"{name!r} differs only in spaces or capitals: rename it, or pass "
+                        f"{flag} {shlex.quote(name)}."
+                    )
+            problems.append(
                 f"{source_of(rows)} has no column {column!r}, which {flag} names. "
-                f"It has {list_columns(columns)}: {_fix_of_column(rows, flag, column)}."
+                f"It has {list_columns(columns)}. {fix}"
             )
-
-
-def _fix_of_column(rows: Any, flag: str, column: str) -> str:
-    """Return the fix for a missing column, suggesting a column with a similar name."""
-    for name in rows.column_names:
-        if name.strip().lower() == column.strip().lower():
-            return (
-                f"{name!r} differs only in spaces or capitals. "
-                f"Rename it to {column!r}, or pass {flag} {shlex.quote(name)}"
-            )
-    parent = _parent_of_rows(rows)
-    if parent:
-        return (
-            f"the rows are nested one level down, in the list under {parent!r}. Write that list to "
-            "a separate file"
-        )
-    return f"set {flag} to one of them"
-
-
-def _parent_of_rows(rows: Any) -> str | None:
-    """Return the column of a single row that holds a list of objects other than chat messages."""
-    if len(rows) != 1:
-        return None
-    for name, value in rows[0].items():
-        first = value[0] if isinstance(value, list) and value else None
-        if isinstance(first, dict) and not {"role", "from"} & first.keys():
-            return name
-    return None
+    if problems:
+        raise DataError("\n".join(problems))

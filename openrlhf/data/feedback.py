@@ -14,18 +14,19 @@ from openrlhf.checks import Finding
 from openrlhf.config.evaluation import EvaluatedDataConfig
 from openrlhf.config.supervised import KTODataConfig, PreferenceDataConfig
 from openrlhf.data import templates
-from openrlhf.data.errors import kind, row_error, text_of
+from openrlhf.data.errors import row_error, text_of
 from openrlhf.data.layouts import DATASOURCE, DROPPED, MARGIN
-from openrlhf.data.lost_tools import ONLY_CALLS, empty_calls, lost_tool
-from openrlhf.data.messages import Message, Turn, messages_of, tools_of, transcript_turns
+from openrlhf.data.lost_tools import ONLY_CALLS, lost_tools
+from openrlhf.data.messages import Message, messages_of, tools_of, transcript_turns
 from openrlhf.data.rows import Result, TokenizedRows, contents_of
 from openrlhf.data.sft import SFTDataset, SFTRow
-from openrlhf.data.templates import Encoded, Passage, Span, cut, fill_template, in_common
+from openrlhf.data.templates import Encoded, Passage, cut, fill_template, in_common
 from openrlhf.data.tokenizer import Ends
 from openrlhf.reporting import notice
 
 # Config sections that set the columns, the templates and `max_len` for pairs.
 PairSection = PreferenceDataConfig | KTODataConfig | EvaluatedDataConfig
+ANSWER_KEYS = ("chosen_key", "rejected_key")
 SAME_TEXT = "whose chosen and rejected text are the same"
 
 
@@ -73,38 +74,26 @@ class PairRow:
 CONTEXTS = ("chosen_context", "rejected_context")
 
 
-@dataclass(frozen=True, kw_only=True)
-class Side(Passage):
-    """One text of a pair, with the spans that are scored."""
+def _judged_turns(sides: Sequence[Sequence[Message]], prompt: int) -> list[list[int]]:
+    """Return each side's assistant turns, starting at the first difference.
 
-    # True if a user or a tool speaks after the shared prompt.
-    exchange: bool = False
-
-
-def _judged_spans(sides: list[list[Turn]], prompt: int) -> list[list[Span]]:
-    """Return each side's assistant spans, starting at the first difference.
-
-    Returns an empty list unless the user also speaks after the prompt. `prompt` is the length of
-    the prompt column in characters.
+    `prompt` is the number of messages in the prompt, 0 if it is not in a separate column. Returns
+    empty lists if only the assistant speaks after the prompt.
     """
-    if not all(sides):
-        return []
-    shortest = min(map(len, sides))
-    first = min(in_common(*sides), shortest - 1)
-    user_speaks = False
-    spans: list[list[Span]] = []
-    for turns in sides:
-        judged: list[Span] = []
-        for place, turn in enumerate(turns):
-            after_prompt = turn.header >= prompt if prompt else place >= first
-            if turn.role == "user" and after_prompt:
-                user_speaks = True
-            if turn.role == "assistant" and place >= first and turn.end > prompt:
-                judged.append((max(turn.start, prompt), turn.end))
-        spans.append(judged)
-    if not user_speaks or not all(spans):
-        return []
-    return spans
+    first = min(in_common(*sides), min(map(len, sides)) - 1)
+    others_speak = False
+    judged: list[list[int]] = []
+    for messages in sides:
+        turns: list[int] = []
+        for turn, message in enumerate(messages):
+            if message["role"] != "assistant":
+                others_speak = others_speak or turn >= (prompt or first)
+            elif turn >= first:
+                turns.append(turn)
+        judged.append(turns)
+    if not others_speak:
+        return [[] for _ in sides]
+    return judged
 
 
 class PreferenceDataset(TokenizedRows[PairRow]):
@@ -125,7 +114,7 @@ class PreferenceDataset(TokenizedRows[PairRow]):
     """
 
     row: ClassVar = PairRow
-    keys = ("prompt_key", "chosen_key", "rejected_key")
+    keys = ("prompt_key", *ANSWER_KEYS)
     what: ClassVar = "pair"
 
     def __init__(
@@ -171,96 +160,67 @@ class PreferenceDataset(TokenizedRows[PairRow]):
         space = self.data.space_before_eos
         return [side.closed(self.ends.texts, marks, space=space) for side in sides]
 
-    def _plain(self, row: Mapping[str, Any]) -> list[Side]:
+    def _plain(self, row: Mapping[str, Any]) -> list[Passage]:
         prompt = ""
         if self.data.prompt_key:
             prompt = fill_template(self.data.input_template, text_of(row, self.data.prompt_key))
-        chosen = prompt + text_of(row, self.data.chosen_key)
-        rejected = prompt + text_of(row, self.data.rejected_key)
-        texts = [chosen, rejected]
+        texts: list[str] = []
+        for key in ANSWER_KEYS:
+            texts.append(prompt + text_of(row, getattr(self.data, key)))
         transcripts = list(map(transcript_turns, texts))
-        spans: list[list[Span]] = []
-        if self.needs_prompt:
-            spans = _judged_spans(transcripts, len(prompt))
-        sides: list[Side] = []
-        if spans:
-            for text, judged in zip(texts, spans, strict=True):
-                start = judged[0][0]
-                sides.append(Side(text=text, spans=judged, response=start, exchange=True))
-            return sides
-        for text, turns in zip(texts, transcripts, strict=True):
+        judged: list[list[int]] = [[], []]
+        if self.needs_prompt and all(transcripts):
+            sides = [[turn.message for turn in turns] for turns in transcripts]
+            before = sum(turn.header < len(prompt) for turn in transcripts[0])
+            judged = _judged_turns(sides, before)
+        passages: list[Passage] = []
+        for text, turns, numbers in zip(texts, transcripts, judged, strict=True):
             answer = len(prompt)
             if turns and not self.data.prompt_key:
                 answer = turns[-1].start
-            sides.append(Side(text=text, spans=[(answer, len(text))], response=answer))
-        return sides
+            spans = [(answer, len(text))]
+            if all(judged):
+                spans = [(max(turns[n].start, len(prompt)), turns[n].end) for n in numbers]
+            passages.append(
+                Passage(text=text, spans=spans, response=spans[0][0], exchange=all(judged))
+            )
+        return passages
 
-    def _conversations(self, row: Mapping[str, Any]) -> list[Side] | str:
+    def _conversations(self, row: Mapping[str, Any]) -> list[Passage] | str:
         tools = tools_of(row)
         prompt: list[Message] = []
         if self.data.prompt_key:
             prompt = messages_of(row, self.data.prompt_key, role="user", flag="--data.prompt_key")
-        columns = (self.data.chosen_key, self.data.rejected_key)
         sides: list[list[Message]] = []
-        for column in columns:
-            sides.append(prompt + self._answer_messages(row, column, alone=not prompt))
-        turns = self._judged_messages(prompt, sides)
-        passages: list[Side] = []
-        for column, messages, judged in zip(columns, sides, turns, strict=True):
-            last = len(messages) - 1
+        for key in ANSWER_KEYS:
+            column = getattr(self.data, key)
+            answer = messages_of(row, column, role="assistant", flag=f"--data.{key}")
+            if not prompt and isinstance(row[column], str) and len(answer) == 1:
+                problem = (
+                    "is a string, not a list of chat messages. Set --data.prompt_key to the column "
+                    "with the question, or omit --data.apply_chat_template."
+                )
+                raise row_error(row, column, problem)
+            sides.append(prompt + answer)
+        turns: list[list[int]] = [[], []]
+        if self.needs_prompt:
+            turns = _judged_turns(sides, len(prompt))
+        passages: list[Passage] = []
+        for key, messages, judged in zip(ANSWER_KEYS, sides, turns, strict=True):
             try:
-                empty = empty_calls(self.tokenizer, messages, judged or [last], tools=tools)
-                if last in empty:
+                lost = lost_tools(self.tokenizer, messages, tools)
+                if len(messages) - 1 in lost.turns:
                     return ONLY_CALLS
-                learned = [turn for turn in judged if turn not in empty]
+                learned = [turn for turn in judged if turn not in lost.turns]
                 side = self._rendered(prompt, messages, learned, tools)
-                lost = lost_tool(self.tokenizer, messages, side.text, tools=tools)
-                passages.append(replace(side, empty=len(empty), lost=lost))
             except ValueError as error:
-                raise row_error(row, column, f"{error}.") from error
+                raise row_error(row, getattr(self.data, key), f"{error}.") from error
+            passages.append(replace(side, empty=len(judged) - len(learned), lost=lost.first))
         return passages
-
-    def _answer_messages(
-        self, row: Mapping[str, Any], column: str, *, alone: bool
-    ) -> list[Message]:
-        side = "chosen" if column == self.data.chosen_key else "rejected"
-        answer = messages_of(row, column, role="assistant", flag=f"--data.{side}_key")
-        if alone and isinstance(row[column], str) and len(answer) == 1:
-            problem = (
-                "is a string, not a list of chat messages. Set --data.prompt_key to the column "
-                "with the question, or omit --data.apply_chat_template."
-            )
-            raise row_error(row, column, problem)
-        return answer
-
-    def _judged_messages(
-        self, prompt: list[Message], sides: list[list[Message]]
-    ) -> list[list[int]]:
-        """Return each side's assistant turns, starting at the first difference.
-
-        Returns empty lists if only the assistant speaks after the prompt.
-        """
-        nothing: list[list[int]] = [[], []]
-        if not self.needs_prompt:
-            return nothing
-        shortest = min(map(len, sides))
-        first = max(len(prompt), min(in_common(*sides), shortest - 1))
-        begin = len(prompt) if prompt else first
-        others_speak = False
-        judged: list[list[int]] = []
-        for messages in sides:
-            turns: list[int] = []
-            for turn, message in enumerate(messages):
-                if message["role"] != "assistant":
-                    others_speak = others_speak or turn >= begin
-                elif turn >= first:
-                    turns.append(turn)
-            judged.append(turns)
-        return judged if others_speak else nothing
 
     def _rendered(
         self, prompt: list[Message], messages: list[Message], judged: list[int], tools: Any
-    ) -> Side:
+    ) -> Passage:
         if self.needs_prompt and messages[-1]["role"] != "assistant":
             raise ValueError(
                 "the last message is not from the assistant, but a pair must end with answers"
@@ -270,11 +230,10 @@ class PreferenceDataset(TokenizedRows[PairRow]):
                 self.tokenizer, messages, turns=judged, tools=tools
             )
             passage = passage.with_ended_turns(self.ends.texts)
-            start = passage.spans[0][0]
-            return Side(text=passage.text, spans=passage.spans, response=start, exchange=True)
+            return replace(passage, response=passage.spans[0][0], exchange=True)
         text = templates.render(self.tokenizer, messages, tools=tools)
         answer = self._answer(prompt or messages[:-1], messages, text, tools)
-        return Side(text=text, spans=[(answer, len(text))], response=answer)
+        return Passage(text=text, spans=[(answer, len(text))], response=answer)
 
     def _answer(self, prompt: list[Message], messages: list[Message], text: str, tools: Any) -> int:
         """Return the character index where the answer begins.
@@ -283,8 +242,8 @@ class PreferenceDataset(TokenizedRows[PairRow]):
         """
         if not self.needs_prompt:
             return 0
-        with suppress(ValueError):  # the template may reject a prompt, e.g. without a user's turn
-            before = ""
+        before = ""
+        with suppress(ValueError):  # the template may reject a prompt, e.g. without a user turn
             if prompt:
                 before = templates.render(
                     self.tokenizer, prompt, add_generation_prompt=True, tools=tools
@@ -297,7 +256,6 @@ class PreferenceDataset(TokenizedRows[PairRow]):
         self, row: Mapping[str, Any], passages: list[Passage], encoded: list[Encoded]
     ) -> Result:
         """Return the columns of a tokenized pair, or the reason for dropping it."""
-        margin = _margin(row)
         max_len = self.data.max_len
         limit = max_len - 2
         prompt_length = 0
@@ -307,18 +265,16 @@ class PreferenceDataset(TokenizedRows[PairRow]):
         chosen_context: list[int] = []
         rejected_context: list[int] = []
         if self.needs_prompt:
-            chosen_start = better.tokens_of(passages[0].spans[0]).start
-            rejected_start = worse.tokens_of(passages[1].spans[0]).start
-            shorter = min(chosen_start, rejected_start)
-            exchange = any(isinstance(side, Side) and side.exchange for side in passages)
-            if limit <= (max(chosen_start, rejected_start) if exchange else shorter):
+            starts: list[int] = []
+            for passage, known in zip(passages, encoded, strict=True):
+                starts.append(known.tokens_of(passage.spans[0]).start)
+            exchange = any(side.exchange for side in passages)
+            if limit <= (max(starts) if exchange else min(starts)):
                 return f"with a prompt of {limit} tokens or more (--data.max_len {max_len})"
-            prompt_length = min(shorter, in_common(chosen, rejected))
+            prompt_length = min(*starts, in_common(chosen, rejected))
             if exchange:
-                chosen_answer = range(prompt_length, len(chosen))
-                rejected_answer = range(prompt_length, len(rejected))
-                chosen_context = _context(passages[0], better, chosen_answer)
-                rejected_context = _context(passages[1], worse, rejected_answer)
+                chosen_context = _context(passages[0], better, prompt_length, len(chosen))
+                rejected_context = _context(passages[1], worse, prompt_length, len(rejected))
         if better.tokens == worse.tokens:
             return SAME_TEXT
         if chosen == rejected:
@@ -327,7 +283,7 @@ class PreferenceDataset(TokenizedRows[PairRow]):
             "chosen": chosen,
             "rejected": rejected,
             "prompt_length": prompt_length,
-            "margin": margin,
+            "margin": _margin(row),
             "datasource": str(row.get(DATASOURCE) or "default"),
             "chosen_context": chosen_context,
             "rejected_context": rejected_context,
@@ -335,12 +291,12 @@ class PreferenceDataset(TokenizedRows[PairRow]):
         }
 
 
-def _context(passage: Passage, known: Encoded, answer: range) -> list[int]:
-    """Return the positions in `answer` that lie outside all of the passage's spans."""
+def _context(passage: Passage, known: Encoded, start: int, end: int) -> list[int]:
+    """Return the positions from `start` to `end` that lie outside all of the passage's spans."""
     judged: set[int] = set()
     for span in passage.spans:
         judged.update(known.tokens_of(span))
-    return [place for place in answer if place not in judged]
+    return sorted(set(range(start, end)) - judged)
 
 
 def _margin(row: Mapping[str, Any]) -> float:
@@ -349,9 +305,8 @@ def _margin(row: Mapping[str, Any]) -> float:
     if value is None:
         return 0.0
     margin = math.nan
-    if kind(value) in ("a number", "a string"):  # a cell of a CSV file is a string
-        with suppress(ValueError):
-            margin = float(value)
+    with suppress(ValueError):
+        margin = float(str(value))  # a cell of a CSV file is a string
     if not math.isfinite(margin):
         raise row_error(row, MARGIN, f"is {value!r}, not a finite number.")
     return margin
@@ -413,15 +368,11 @@ def check_both_labels(rows: LabelledDataset, *, column: str) -> list[Finding]:
     """Return a notice if all kept rows have the same label."""
     if 0 < rows.desirable < len(rows):
         return []
-    if rows.desirable:
-        label = "desirable"
-        fix = "Add rows with the label 0 or false, or train on the answers with `openrlhf sft`."
-    else:
-        label = "undesirable"
-        fix = "Add rows with the label 1 or true."
+    label = "desirable" if rows.desirable else "undesirable"
     seen = (
         f"All {len(rows)} rows are {label} (--data.label_key {column}), but KTO needs both labels."
     )
+    fix = "Add rows with the other label, or train on the answers with `openrlhf sft`."
     return [Finding(seen, fix)]
 
 

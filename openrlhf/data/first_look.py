@@ -61,32 +61,25 @@ def round_trip(
             ids, skip_special_tokens=False, clean_up_tokenization_spaces=False
         )
         back = str(decoded)
+        if back == text:
+            continue
         before = _spaced(tokenizer, text)
         after = _spaced(tokenizer, back)
+        change = f"{text[:200]!r} decodes to {back[:200]!r}."
         if _survives(before, after):
-            if prompts and back != text:
-                seen = (
-                    f"The prompt {text[:200]!r} decodes to {back[:200]!r}. A reward function that "
-                    "strips the prompt from a query by length, query[len(prompt):], cuts it at the "
-                    "wrong position."
-                )
+            seen = (
+                f"{change} A reward function that strips the prompt from a query by length, "
+                "query[len(prompt):], cuts it at the wrong position."
+            )
+            if prompts:
                 changes = [Finding(seen)]
             continue
-        problem = (
-            f"The tokenizer of {tokenizer.name_or_path!r} changes the data: {text[:200]!r} decodes "
-            f"to {back[:200]!r}."
-        )
+        problem = f"The tokenizer of {tokenizer.name_or_path!r} changes the data: {change}"
+        unknown = ids.count(tokenizer.unk_token_id)
         if _survives(_without_case(before), _without_case(after)):
-            seen = f"{problem} The model cannot distinguish case or accents."
-            return [Finding(seen)]
-        unknown = 0
-        if tokenizer.unk_token_id is not None:
-            unknown = ids.count(tokenizer.unk_token_id)
+            return [Finding(f"{problem} The model cannot distinguish case or accents.")]
         if 0 < unknown <= len(ids) / 2:
-            seen = (
-                f"{unknown} of {len(ids)} tokens are not in its vocabulary ({tokenizer.unk_token})"
-            )
-            return [Finding(f"{problem} {seen}.")]
+            return [Finding(f"{problem} {unknown} of {len(ids)} tokens are unknown.")]
         raise DataError(
             f"{problem} Text is lost. Check the tokenizer's files, or use the model's original "
             "tokenizer."
@@ -202,16 +195,14 @@ def in_template(template: str, texts: Sequence[str]) -> bool:
     """
     before, _, after = template.partition("{}")
     end = after.rstrip(" ")
-    for text in texts:
-        if not end.strip():
-            ends = text.endswith(after)
-        elif before.strip():
-            ends = end in text[len(before) :]
-        else:
-            ends = text.rstrip(" ").endswith(end)
-        if not ends or not text.startswith(before):
-            return False
-    return True
+    if not end.strip():
+        ending = re.escape(after)
+    elif before.strip():
+        ending = re.escape(end) + ".*"
+    else:
+        ending = re.escape(end) + " *"
+    pattern = re.compile(f"{re.escape(before)}.*{ending}", re.DOTALL)
+    return all(map(pattern.fullmatch, texts))
 
 
 def unused_chat_template(
@@ -241,16 +232,13 @@ def glued(prompts: Sequence[str], answers: Sequence[str]) -> list[Finding]:
 
     Concatenating them would merge the two words.
     """
-    joined = 0
-    for prompt, answer in zip(prompts, answers, strict=False):
-        if not prompt or not answer:
-            continue
+    pairs = [pair for pair in zip(prompts, answers, strict=False) if all(pair)]
+    for prompt, answer in pairs:
         if not prompt.rstrip(".?!")[-1:].isalpha() or not answer[0].isalnum():
             return []
-        joined += 1
-    if not joined:
+    if not pairs:
         return []
-    example = f"{prompts[0][-20:]}{answers[0][:20]}"
+    example = f"{pairs[0][0][-20:]}{pairs[0][1][:20]}"
     seen = f"Nothing separates prompts from answers: the first row becomes {example!r}."
     fix = "Pass --data.apply_chat_template, or --data.input_template with {} and a separator."
     return [Finding(seen, fix)]
@@ -287,28 +275,20 @@ def check_answer_room(
     lengths: Sequence[int], *, max_len: int, max_new_tokens: int | None
 ) -> list[Finding]:
     """Return a notice if prompts are truncated, a failure if they leave no room for an answer."""
-    if max_new_tokens:
-        longest = max_len - max_new_tokens
-    else:
-        longest = max_len - 2  # an answer needs at least one token and an end token
+    room = max_new_tokens or 2  # an answer needs at least one token and an end token
+    longest = max_len - room
     cut = sum(length > longest for length in lengths)
     if not cut:
         return []
-    if max_new_tokens:
-        seen = (
-            f"{cut} of {len(lengths)} prompts are truncated to their last {longest} tokens: the "
-            f"longest has {max(lengths)}."
-        )
-        fix = (
-            f"Raise --data.max_len {max_len}, which limits prompt plus answer "
-            f"(--rollout.max_new_tokens {max_new_tokens})."
-        )
-        return [Finding(seen, fix)]
     seen = (
-        f"{cut} of {len(lengths)} prompts leave no room for an answer in --data.max_len {max_len}: "
-        f"the longest has {max(lengths)} tokens."
+        f"{cut} of {len(lengths)} prompts leave no room for an answer in --data.max_len {max_len}, "
+        f"which limits prompt plus answer: the longest has {max(lengths)} tokens."
     )
-    fix = "Raise --data.max_len, or set --rollout.max_new_tokens to truncate long prompts instead."
+    if max_new_tokens:
+        seen += f" They are truncated to their last {longest} tokens."
+        fix = f"Raise --data.max_len, or lower --rollout.max_new_tokens {max_new_tokens}."
+        return [Finding(seen, fix)]
+    fix = "Raise --data.max_len, or set --rollout.max_new_tokens to truncate long prompts."
     return [Finding(seen, fix, fails=True)]
 
 

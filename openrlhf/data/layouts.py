@@ -2,13 +2,14 @@
 
 import math
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import suppress
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 from datasets import Dataset
 from transformers import PreTrainedTokenizerBase
 
+from openrlhf.checks import collect, report
 from openrlhf.config.effects import unused_flags
 from openrlhf.config.flags import toml_beside
 from openrlhf.data.errors import DataError, check_columns, kind, list_columns, row_error, text_of
@@ -38,7 +39,7 @@ def _read_arena(row: Row) -> Row:
         return {**row, "chosen": a, "rejected": b}
     if winner == "model_b":
         return {**row, "chosen": b, "rejected": a}
-    if isinstance(winner, str) and winner.startswith("tie"):  # "tie (bothbad)" too
+    if str(winner).startswith("tie"):  # "tie (bothbad)" too
         return {**row, DROPPED: TIE}
     raise row_error(row, "winner", f"is {winner!r}, not model_a, model_b or tie.")
 
@@ -49,15 +50,13 @@ def _read_webgpt(row: Row) -> Row:
     if not isinstance(question, dict) or not isinstance(question.get("full_text"), str):
         raise row_error(row, "question", f"is {kind(question)}, not an object with full_text.")
     for column in ("score_0", "score_1"):
-        if not isinstance(row[column], int | float):
-            raise row_error(row, column, f"is {kind(row[column])}, not a number.")
-        if not math.isfinite(row[column]):
-            raise row_error(row, column, f"is {row[column]}, so the answers cannot be compared.")
+        score = row[column]
+        if not isinstance(score, int | float) or not math.isfinite(score):
+            raise row_error(row, column, f"is {score!r}, not a finite number.")
     if row["score_0"] == row["score_1"]:
         return {**row, DROPPED: TIE}
-    answers = {"chosen": row["answer_0"], "rejected": row["answer_1"]}
-    if row["score_1"] > row["score_0"]:
-        answers = {"chosen": row["answer_1"], "rejected": row["answer_0"]}
+    best = int(row["score_1"] > row["score_0"])
+    answers = {"chosen": row[f"answer_{best}"], "rejected": row[f"answer_{1 - best}"]}
     return {**row, "prompt": question["full_text"], **answers}
 
 
@@ -75,46 +74,38 @@ def _read_chat(row: Row) -> Row:
     column = "messages" if isinstance(row.get("messages"), list) else "conversations"
     turns = row[column]
     system = _system_messages(row)
-    if not isinstance(turns, list) or _opening(turns) == _opening(system):
+    opening = "".join(texts_in(turns)[:1])
+    if not isinstance(turns, list) or opening.strip() == "".join(texts_in(system)).strip():
         return row
     return {**row, column: [*system, *turns]}
 
 
-def _opening(messages: list[Any]) -> list[str]:
-    """Return the first text of the messages, stripped, as a list with at most one item."""
-    return [text.strip() for text in texts_in(messages)[:1]]
-
-
-def _reader_with_context(question: str) -> Callable[[Row], Row]:
-    """Return a reader for rows in which the column `input` continues the column `question`.
+def _read_with_context(question: str, row: Row) -> Row:
+    """Read a row in which the column `input` continues the column `question`.
 
     The system prompt and a history of [question, answer] pairs come before the question.
     """
-
-    def read(row: Row) -> Row:
-        prompt = text_of(row, question)
-        if row.get("input"):
-            prompt += "\n" + text_of(row, "input")
-        messages = _system_messages(row)
-        for turn in row.get("history") or ():
-            if not isinstance(turn, list) or list(map(kind, turn)) != ["a string", "a string"]:
-                raise row_error(row, "history", f"has {turn!r}, not [question, answer].")
-            messages.append({"role": "user", "content": turn[0]})
-            messages.append({"role": "assistant", "content": turn[1]})
-        if not messages:
-            return {**row, question: prompt}
-        return {**row, question: [*messages, {"role": "user", "content": prompt}]}
-
-    return read
+    prompt = text_of(row, question)
+    if row.get("input"):
+        prompt += "\n" + text_of(row, "input")
+    messages = _system_messages(row)
+    for turn in row.get("history") or ():
+        if not isinstance(turn, list) or list(map(kind, turn)) != ["a string", "a string"]:
+            raise row_error(row, "history", f"has {turn!r}, not [question, answer].")
+        for role, text in zip(("user", "assistant"), turn, strict=True):
+            messages.append({"role": role, "content": text})
+    if not messages:
+        return {**row, question: prompt}
+    return {**row, question: [*messages, {"role": "user", "content": prompt}]}
 
 
 # Readers by --data.layout value. A reader moves a row's texts to the columns that the layout's
 # flags name, and raises a DataError that names the row if the row is malformed.
 READERS: dict[str, Callable[[Row], Row]] = {
-    "alpaca": _reader_with_context("instruction"),
+    "alpaca": partial(_read_with_context, "instruction"),
     "arena": _read_arena,
     "chat": _read_chat,
-    "orca": _reader_with_context("question"),
+    "orca": partial(_read_with_context, "question"),
     "webgpt": _read_webgpt,
 }
 JUDGED = ("arena", "webgpt")  # readers that create the pair columns
@@ -126,35 +117,26 @@ JUDGED = ("arena", "webgpt")  # readers that create the pair columns
 LAYOUTS = toml_beside(__file__)
 # A config section without this flag cannot read that kind of rows.
 MAIN_FLAGS = {"pairs": "chosen_key", "text": "input_key"}
+PAIR_KEYS = {"chosen_key": "chosen", "rejected_key": "rejected"}  # flags of all layouts of pairs
 
 
 def _fits(row: Row, columns: Mapping[str, str]) -> bool:
     """Return whether a row has these columns with values of the expected types."""
     for column, expected in columns.items():
-        if column not in row or kind(row[column]) not in expected:
+        if column not in row or kind(row[column]).split()[-1] not in expected:
             return False
     return True
 
 
 def _repeats_prompt(row: Row) -> bool:
-    """Return whether both answers repeat the prompt's last message.
-
-    Chats repeat it before both answers, plain texts in their common prefix.
-    """
+    """Return whether both answers repeat the prompt's last message before they differ."""
     asked = "".join(texts_in(row["prompt"])[-1:]).strip()
-    chosen = row["chosen"]
-    rejected = row["rejected"]
-    if isinstance(chosen, list) and isinstance(rejected, list):
-        if not asked:
-            return True
-        return _asks_before_answer(chosen, asked) and _asks_before_answer(rejected, asked)
-    shared = in_common(str(chosen), str(rejected))
-    return asked in str(chosen)[:shared]
-
-
-def _asks_before_answer(conversation: list[Any], asked: str) -> bool:
-    """Return whether `asked` occurs in a conversation before its last message, the answer."""
-    return any(asked in text for text in texts_in(conversation[:-1]))
+    before: list[str] = []
+    for answer in (row["chosen"], row["rejected"]):
+        if isinstance(answer, list):
+            answer = "".join(texts_in(answer[:-1]))  # the last message is the answer itself
+        before.append(str(answer))
+    return asked in before[0][: in_common(*before)]
 
 
 def recognise(rows: Dataset, config: Any, *kinds: str, answers: str = "output_key") -> Any:
@@ -184,12 +166,8 @@ def recognise(rows: Dataset, config: Any, *kinds: str, answers: str = "output_ke
         found = {**found, answers: found["output_key"]}
     flags = _flags_with_effect(found, config)
     changes = {flag: value for flag, value in flags.items() if value != getattr(data, flag)}
-    given = False
-    conflict = False
-    for flag in flags:
-        if flag.endswith("_key") and f"data.{flag}" in config.given:
-            given = True
-            conflict = conflict or flag in changes
+    given = [flag for flag in flags if flag.endswith("_key") and f"data.{flag}" in config.given]
+    conflict = not changes.keys().isdisjoint(given)
     if named in READERS and (not found or conflict):
         raise DataError(
             f"--data.layout {named} does not match the columns of the dataset, "
@@ -198,40 +176,35 @@ def recognise(rows: Dataset, config: Any, *kinds: str, answers: str = "output_ke
         )
     if not changes or conflict:
         return data
-    typed = " ".join(_typed(flag, value) for flag, value in changes.items() if value)
+    typed = ""
+    for flag, value in changes.items():
+        if value:
+            typed += f" --data.{flag}" if value is True else f" --data.{flag} {value}"
+    seen = f"Detected dataset layout:{typed}."
     if given and named == "auto":
-        notice(
-            f"Detected dataset layout: {typed}. "
-            "It is not applied, because you set --data.*_key flags."
-        )
+        notice(f"{seen} It is not applied, because you set --data.*_key flags.")
         return data
-    notice(
-        f"Detected dataset layout: {typed}. "
-        "To use the column flags instead, pass --data.layout columns."
-    )
+    notice(f"{seen} To use the column flags instead, pass --data.layout columns.")
     return replace(data, **changes)
 
 
 def _first_rows(rows: Dataset) -> list[Row]:
-    """Return a dataset's first rows, up to a row that is not UTF-8 text."""
-    first_rows: list[Row] = []
-    with suppress(UnicodeDecodeError):  # `map_rows` reports this row
-        for number in range(min(FIRST_ROWS, len(rows))):
-            first_rows.append(rows[number])
+    """Return a dataset's first rows, or no rows if they are not UTF-8 text."""
+    try:
+        first_rows: Any = list(rows.select(range(min(FIRST_ROWS, len(rows)))))
+    except UnicodeDecodeError:  # `map_rows` reports it
+        return []
     return first_rows
 
 
 def _all_repeat_prompt(rows: Sequence[Row]) -> bool:
-    """Return whether all rows' answers repeat the prompt, and at least one prompt is not empty."""
+    """Return whether all rows' answers repeat the prompt. Empty prompts only count in chats."""
     if not {"prompt", "chosen", "rejected"} <= rows[0].keys():
         return False
-    asks = False
-    for row in rows:
-        if not _repeats_prompt(row):
-            return False
-        if isinstance(row["chosen"], list) or "".join(texts_in(row["prompt"])):
-            asks = True
-    return asks
+    if not all(map(_repeats_prompt, rows)):
+        return False
+    is_chat = isinstance(rows[0]["chosen"], list)
+    return is_chat or any("".join(texts_in(row["prompt"])) for row in rows)
 
 
 def _layout_of(first: Row, kinds: Sequence[str], named: str) -> dict[str, Any]:
@@ -243,7 +216,7 @@ def _layout_of(first: Row, kinds: Sequence[str], named: str) -> dict[str, Any]:
         for layout in LAYOUTS[name]:
             flags = layout["flags"]
             if named in ("auto", flags.get("layout")) and _fits(first, layout["columns"]):
-                return flags
+                return flags | PAIR_KEYS if name == "pairs" else flags
     return {}
 
 
@@ -263,13 +236,6 @@ def _flags_with_effect(found: Mapping[str, Any], config: Any) -> dict[str, Any]:
     return flags
 
 
-def _typed(flag: str, value: Any) -> str:
-    """Return a --data.* flag as typed on the command line."""
-    if value is True:
-        return f"--data.{flag}"
-    return f"--data.{flag} {value}"
-
-
 def columns_read(
     dataset: Dataset, tokenizer: PreTrainedTokenizerBase, data: Any, keys: Sequence[str]
 ) -> list[str]:
@@ -280,10 +246,12 @@ def columns_read(
     """
     present = dataset.column_names
     named = {f"--data.{key}": getattr(data, key) for key in keys}
+    checks: list[Callable[[], None]] = []
     if data.layout not in JUDGED:
-        check_columns(dataset, named)
+        checks.append(partial(check_columns, dataset, named))
     if data.apply_chat_template:
-        require_chat_template(tokenizer)
+        checks.append(partial(require_chat_template, tokenizer))
+    report(*collect(*checks))
     if data.layout in READERS:
         return present
     extra = [column for column in EXTRA if column in present]

@@ -8,16 +8,15 @@ from pathlib import Path
 from typing import Any
 
 import datasets
-from datasets import Dataset, DatasetDict, Features, Value, load_dataset_builder, load_from_disk
+from datasets import Dataset, DatasetDict, Features, load_dataset_builder, load_from_disk
 
 from openrlhf.data.errors import DataError
 from openrlhf.data.rows import number_rows
-from openrlhf.data.text_files import ANY, AsWritten, read_as_written, without_added_nulls
+from openrlhf.data.text_files import ANY, NULL, read_as_written, without_added_nulls
 from openrlhf.reporting import notice
 
 TEXT_FORMATS = {".json": "json", ".jsonl": "json", ".csv": "csv", ".tsv": "csv"}
 FORMATS = {**TEXT_FORMATS, ".parquet": "parquet", ".arrow": "arrow"}
-GZIPPED = tuple(f"{extension}.gz" for extension in TEXT_FORMATS)
 SAVED = ("state.json", "dataset_dict.json")  # files written by save_to_disk
 Table = Dataset  # rows that have not been tokenized
 ALL_ROWS = 10**8
@@ -57,27 +56,16 @@ def _blend(
     parts: list[Dataset], items: list[str], probs: str | None, max_samples: int, seed: int
 ) -> Dataset:
     """Return the rows of all parts, concatenated or sampled with the given probabilities."""
-    written: set[str] = set()
-    for part in parts:
-        for name, type_ in part.features.items():
-            if isinstance(type_, AsWritten):
-                written.add(name)
-    parts = [_store_as_written(_with_short_strings(part), written) for part in parts]
-    try:
-        if probs is None:
-            return datasets.concatenate_datasets(parts)
-        given = list(map(float, probs.split(",")))
-        total = math.fsum(given)
-        weights = [number / total for number in given]  # 0.333,0.333,0.333 means one third each
-        _report_repeats(items, weights, list(map(len, parts)), max_samples)
-        return datasets.interleave_datasets(
-            parts, weights, seed=seed, stopping_strategy="all_exhausted"
-        )
-    except ValueError as error:
-        raise DataError(
-            f"{', '.join(items)} cannot be blended: {error}. Columns with the same name need the "
-            "same type."
-        ) from error
+    parts = _with_common_types(parts)
+    if probs is None:
+        return datasets.concatenate_datasets(parts)
+    given = list(map(float, probs.split(",")))
+    total = math.fsum(given)
+    weights = [number / total for number in given]  # 0.333,0.333,0.333 means one third each
+    _report_repeats(items, weights, list(map(len, parts)), max_samples)
+    return datasets.interleave_datasets(
+        parts, weights, seed=seed, stopping_strategy="all_exhausted"
+    )
 
 
 def _report_repeats(
@@ -87,10 +75,9 @@ def _report_repeats(
 
     Drawing stops when every item's rows have been drawn.
     """
-    until_exhausted = max(count / weight for count, weight in zip(rows, weights, strict=True))
-    drawn = min(until_exhausted, max_samples)
+    exhausted = max(count / weight for count, weight in zip(rows, weights, strict=True))
     for item, weight, count in zip(items, weights, rows, strict=True):
-        times = weight * drawn / count
+        times = weight * min(exhausted, max_samples) / count
         if times >= 1.5:
             notice(
                 f"Each of the {count} rows of {item} is drawn about {times:.1f} times: "
@@ -98,39 +85,31 @@ def _report_repeats(
             )
 
 
-def _store_as_written(part: Dataset, written: Collection[str]) -> Dataset:
-    """Convert these columns to the storage format of JSON columns with mixed values."""
+def _with_common_types(parts: list[Dataset]) -> list[Dataset]:
+    """Store columns whose types differ between the parts as JSON columns with mixed values."""
+    types: dict[str, Any] = {}
+    mixed: set[str] = set()
+    for part in parts:
+        for name, type_ in part.features.items():
+            if type_ != NULL and types.setdefault(name, type_) != type_:
+                mixed.add(name)
+    return [_store_as_json(part, mixed) for part in parts]
+
+
+def _store_as_json(part: Dataset, columns: Collection[str]) -> Dataset:
     types = part.features
-    columns: list[str] = []
-    for name in part.column_names:
-        if name in written and not isinstance(types[name], AsWritten):
-            columns.append(name)
-    if not columns:
+    changed = [name for name in columns if name in types and types[name] != ANY]
+    if not changed:
         return part
 
-    def texts_of(rows: dict[str, list[Any]]) -> dict[str, list[str | None]]:
-        texts: dict[str, list[str | None]] = {}
-        for name in columns:
-            values = [without_added_nulls(value, types[name]) for value in rows[name]]
-            texts[name] = [ANY.encode_example(value) for value in values]
+    def stored(row: dict[str, Any]) -> dict[str, str | None]:
+        texts: dict[str, str | None] = {}
+        for name in changed:
+            texts[name] = ANY.encode_example(without_added_nulls(row[name], types[name]))
         return texts
 
-    texts = Features(types | dict.fromkeys(columns, Value("string")))
-    part = part.map(
-        texts_of, batched=True, features=texts, keep_in_memory=True, load_from_cache_file=False
-    )
-    return part.cast(Features(types | dict.fromkeys(columns, ANY)))
-
-
-def _with_short_strings(part: Dataset) -> Dataset:
-    """Convert the large strings of CSV files to the regular strings of JSON files.
-
-    The two types cannot be concatenated.
-    """
-    wide = [name for name, type_ in part.features.items() if type_ == Value("large_string")]
-    if not wide:
-        return part
-    return part.cast(Features(part.features | dict.fromkeys(wide, Value("string"))))
+    features = Features(types | dict.fromkeys(changed, ANY))
+    return part.map(stored, features=features, keep_in_memory=True, load_from_cache_file=False)
 
 
 def _load_one(item: str, split: str, max_samples: int) -> Dataset:
@@ -142,7 +121,10 @@ def _load_one(item: str, split: str, max_samples: int) -> Dataset:
     try:
         loaded = _read(path, folder or None)
     except Exception as error:  # the datasets library raises many error types
-        raise _ours(error) or DataError(_explain(item, path, error)) from error
+        for cause in _causes(error):
+            if isinstance(cause, DataError):
+                raise cause from error
+        raise DataError(_explain(item, path, error)) from error
     if isinstance(loaded, DatasetDict):
         if split not in loaded:
             known = ", ".join(map(repr, map(str, loaded)))
@@ -155,17 +137,19 @@ def _load_one(item: str, split: str, max_samples: int) -> Dataset:
     return number_rows(loaded.select(range(min(max_samples, len(loaded)))), item)
 
 
-def _ours(error: BaseException | None) -> DataError | None:
-    """Return our readers' DataError if the library's error wraps one."""
-    while error is not None and not isinstance(error, DataError):
-        error = error.__cause__
-    return error
+def _causes(error: BaseException) -> list[BaseException]:
+    """Return an error and the errors that caused it, the root cause last."""
+    causes = [error]
+    while causes[-1].__cause__ is not None:
+        causes.append(causes[-1].__cause__)
+    return causes
 
 
 def _read(path: str, folder: str | None) -> Dataset | DatasetDict:
     """Read a file, a folder or a Hub dataset."""
-    extension = os.path.splitext(path.removesuffix(".gz"))[1].lower()
-    if extension in FORMATS and (not path.endswith(".gz") or path.lower().endswith(GZIPPED)):
+    name = path.lower().removesuffix(".gz")
+    extension = os.path.splitext(name)[1]
+    if extension in (FORMATS if path.lower() == name else TEXT_FORMATS):
         options: dict[str, Any] = {}
         if extension == ".tsv":
             options["sep"] = "\t"
@@ -177,8 +161,10 @@ def _read(path: str, folder: str | None) -> Dataset | DatasetDict:
         if any((inner / name).is_file() for name in SAVED):
             return load_from_disk(str(inner))
     elif os.path.isfile(path):
-        known = ", ".join([*FORMATS, *GZIPPED])
-        raise DataError(f"{path} has an unknown format. Convert the file to one of {known}.")
+        raise DataError(
+            f"{path} has an unknown format. Convert the file to one of {', '.join(FORMATS)} "
+            f"({', '.join(TEXT_FORMATS)} may be gzipped)."
+        )
     return read_as_written(load_dataset_builder(path, data_dir=folder))
 
 
@@ -187,9 +173,7 @@ def _explain(item: str, path: str, error: Exception) -> str:
 
     For a folder, the library's error message names the file.
     """
-    root: BaseException = error
-    while root.__cause__ is not None:
-        root = root.__cause__
+    root = _causes(error)[-1]
     seen = f"{type(root).__name__}: {str(root).strip().rstrip('.')}"
     if "scripts are no longer supported" in seen:
         return (

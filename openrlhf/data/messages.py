@@ -4,8 +4,7 @@ import json
 import re
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, NamedTuple
 
 from openrlhf.data.errors import kind, row_error
 
@@ -18,12 +17,32 @@ SPEAKERS = {
     "gpt": "assistant",
     "function_call": "assistant",
     "observation": "tool",
+    "Human": "user",
+    "Assistant": "assistant",
 }
-SPEAKERS |= {"Human": "user", "Assistant": "assistant"}
-# The header of each turn in an HH-RLHF transcript, which must begin with one.
-TRANSCRIPT = re.compile(r"\n\n(Human|Assistant):")
+# A turn of an HH-RLHF transcript, which must begin with a header.
+TRANSCRIPT = re.compile(r"\n\n(Human|Assistant):(.*?)(?=\n\n(?:Human|Assistant):|\Z)", re.DOTALL)
 LEARNED = ("loss", "weight")  # message fields that include a turn in training or exclude it
 TOOLS = "tools"  # column with the tool definitions
+
+
+class Turn(NamedTuple):
+    """A turn of an HH-RLHF transcript as a message, with its position in characters."""
+
+    message: Message
+    header: int  # index where the turn's header starts
+    start: int  # index of the first character after the header
+    end: int
+
+
+def transcript_turns(text: str) -> list[Turn]:
+    """Return the turns of an HH-RLHF transcript, or an empty list for any other text."""
+    turns: list[Turn] = []
+    if TRANSCRIPT.match(text):
+        for found in TRANSCRIPT.finditer(text):
+            message = {"role": SPEAKERS[found[1]], "content": found[2]}
+            turns.append(Turn(message, found.start(), found.start(2), found.end()))
+    return turns
 
 
 def messages_of(row: Mapping[str, Any], column: str, *, role: str, flag: str) -> list[Message]:
@@ -46,24 +65,17 @@ def to_messages(value: Any, *, role: str = "user") -> list[Message]:
     Raises a ValueError that names the malformed message and the problem.
     """
     if isinstance(value, str):
-        return _transcript_messages(value) or [{"role": role, "content": value}]
+        messages: list[Message] = []
+        for turn in transcript_turns(value):
+            spoken = turn.message
+            messages.append({**spoken, "content": spoken["content"].strip()})
+        return messages or [{"role": role, "content": value}]
     if isinstance(value, dict):
         value = [value]
     if not isinstance(value, list) or not value:
         seen = "an empty list" if value == [] else kind(value)
         raise ValueError(f"is {seen}, not a string or a list of chat messages")
     return [_to_message(message, number) for number, message in enumerate(value)]
-
-
-def _transcript_messages(text: str) -> list[Message]:
-    """Return a transcript's messages, or an empty list for any other text."""
-    opening, *turns = TRANSCRIPT.split(text)
-    if opening:
-        return []
-    messages: list[Message] = []
-    for speaker, words in zip(turns[::2], turns[1::2], strict=True):
-        messages.append({"role": SPEAKERS[speaker], "content": words.strip()})
-    return messages
 
 
 def _to_message(message: Any, number: int) -> Message:
@@ -148,14 +160,14 @@ def tools_of(row: Mapping[str, Any]) -> list[dict[str, Any]]:
 
     Raises DataError for any other value.
     """
-    tools = row.get(TOOLS) or []
+    tools: Any = row.get(TOOLS) or []
     if isinstance(tools, str):
-        try:
+        with suppress(ValueError):
             tools = json.loads(tools)
-        except ValueError as error:
-            raise row_error(row, TOOLS, f"is a string, but not JSON: {error}.") from error
     if not _are_objects(tools):
-        raise row_error(row, TOOLS, f"is {kind(tools)}, not a list of tool definitions.")
+        raise row_error(
+            row, TOOLS, f"is {kind(tools)}, not a list of tool definitions or its JSON."
+        )
     return tools
 
 
@@ -168,21 +180,16 @@ def learned_turns(messages: Sequence[Message], *, chosen: bool) -> list[int]:
     """
     turns: list[int] = []
     for number, message in enumerate(messages):
-        role = message["role"]
-        learned: Any = role == "assistant"
-        for mark in LEARNED:
-            if mark not in message:
-                continue
+        is_assistant = message["role"] == "assistant"
+        learned: Any = is_assistant
+        mark = next(filter(message.__contains__, LEARNED), None)
+        if mark:
             learned = message[mark]
-            allowed = (0, 1) if role == "assistant" else (0,)
-            if not chosen or learned not in allowed:
-                problem = "only --data.multiturn reads it"
-                if chosen:
-                    problem = "true or 1 is for turns of the assistant, false or 0 for all"
+            if not chosen or learned not in (0, is_assistant):
                 raise ValueError(
-                    f"message {number}, of the {role}, has {mark} {learned!r}: {problem}"
+                    f"message {number} ({message['role']}) has {mark} {learned!r}: it may be false "
+                    "or 0, for assistant turns also true or 1, and needs --data.multiturn"
                 )
-            break
         if learned:
             turns.append(number)
     return turns
@@ -200,33 +207,3 @@ def texts_in(value: Any) -> list[str]:
             if isinstance(part, dict):
                 texts += texts_in(part)
     return texts
-
-
-@dataclass(frozen=True, kw_only=True)
-class Turn:
-    """A turn of an HH-RLHF transcript: the speaker, the text, and its position in characters."""
-
-    role: str
-    words: str = ""
-    header: int = field(compare=False)  # index where the turn's header starts
-    start: int = field(compare=False)
-    end: int = field(compare=False)
-
-
-def transcript_turns(text: str) -> list[Turn]:
-    """Return the turns of an HH-RLHF transcript, or an empty list for any other text."""
-    headers = list(TRANSCRIPT.finditer(text))
-    if not headers or headers[0].start():
-        return []
-    ends = [following.start() for following in headers[1:]] + [len(text)]
-    turns: list[Turn] = []
-    for header, end in zip(headers, ends, strict=True):
-        turn = Turn(
-            role=SPEAKERS[header[1]],
-            words=text[header.end() : end],
-            header=header.start(),
-            start=header.end(),
-            end=end,
-        )
-        turns.append(turn)
-    return turns

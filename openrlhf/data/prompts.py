@@ -11,9 +11,9 @@ from openrlhf.config.evaluation import EvaluatedDataConfig
 from openrlhf.config.inference import InferenceDataConfig
 from openrlhf.config.learning import RLDataConfig
 from openrlhf.core.trajectory import Prompt
-from openrlhf.data.errors import ROW, SOURCE, row_error, text_of
+from openrlhf.data.errors import ROW, SOURCE, origin_of, row_error, text_of
 from openrlhf.data.layouts import DATASOURCE
-from openrlhf.data.lost_tools import lost_tool
+from openrlhf.data.lost_tools import lost_tools
 from openrlhf.data.messages import messages_of, tools_of
 from openrlhf.data.rows import Result, TokenizedRows, contents_of, number_rows
 from openrlhf.data.sft import SFTDataset
@@ -62,11 +62,7 @@ class PromptDataset(TokenizedRows[Prompt]):
 
     def lengths(self) -> list[int]:
         """Return the number of tokens in each prompt."""
-        found: list[int] = []
-        batches: Any = self._fields.select_columns(["tokens"]).with_format("arrow").iter(1000)
-        for batch in batches:
-            found += batch.column("tokens").combine_chunks().value_lengths().to_pylist()
-        return found
+        return list(map(len, self._fields["tokens"]))
 
     def labels(self) -> list[Any]:
         """Return each prompt's label, or an empty list without a label column."""
@@ -76,8 +72,7 @@ class PromptDataset(TokenizedRows[Prompt]):
 
     def origin(self, index: int) -> str:
         """Return a prompt's dataset and row number as text."""
-        row = self._extras[index]
-        return f"{row[SOURCE]}, row {row[ROW]}"
+        return origin_of(self._extras[index])
 
     def __getitem__(self, index: int) -> Prompt:
         extras = self._extras[index]
@@ -128,7 +123,7 @@ class PromptDataset(TokenizedRows[Prompt]):
         tools = tools_of(row)
         try:
             text = render(self.tokenizer, asked, add_generation_prompt=True, tools=tools)
-            lost = lost_tool(self.tokenizer, asked, text, tools=tools, add_generation_prompt=True)
+            lost = lost_tools(self.tokenizer, asked, tools).first
         except ValueError as error:
             raise row_error(row, self.data.input_key, f"{error}.") from error
         answered = len(asked) < len(messages)

@@ -6,6 +6,7 @@ import tempfile
 from abc import ABC, abstractmethod
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import fields
 from itertools import islice
 from pathlib import Path
@@ -18,12 +19,11 @@ import torch.utils.data
 from datasets import Dataset, Features, List, Value
 from transformers import PreTrainedTokenizerBase
 
-from openrlhf.checks import report
 from openrlhf.config.machine import usable_cores, world_size
-from openrlhf.data.control_tokens import ControlTokens, check_control_tokens
-from openrlhf.data.errors import MALFORMED, ROW, SOURCE, DataError
+from openrlhf.data.control_tokens import ControlTokens
+from openrlhf.data.errors import MALFORMED, ROW, SOURCE, DataError, origin_of, source_of
 from openrlhf.data.layouts import READERS, columns_read
-from openrlhf.data.lost_tools import ONLY_CALLS, check_tools
+from openrlhf.data.lost_tools import ONLY_CALLS
 from openrlhf.data.templates import Encoded, Passage, encode
 from openrlhf.data.text_files import without_added_nulls
 from openrlhf.reporting import notice
@@ -51,17 +51,9 @@ MAX_ROWS_NAMED = 5  # maximum number of malformed rows listed in an error messag
 STORED = {bool: Value("bool"), int: Value("int32"), float: Value("float64"), str: Value("string")}
 STORED |= {list[kind]: List(value) for kind, value in STORED.items()}
 # Bookkeeping columns, stored next to a row's own fields.
-NOTES = {
-    MALFORMED: STORED[str],
-    "dropped": STORED[str],
-    "cut": STORED[bool],
-    "rewritten": STORED[int],
-    "unended": STORED[int],
-    "control": STORED[str],
-    "empty": STORED[int],
-    "lost": STORED[str],
-}
-NO_NOTES = {"dropped": "", "cut": False, "rewritten": 0, "unended": 0, "control": ""}
+TEXTS = (MALFORMED, "dropped", "control", "lost")
+COUNTS = ("cut", "rewritten", "unended", "empty")
+NOTES = dict.fromkeys(TEXTS, STORED[str]) | dict.fromkeys(COUNTS, STORED[int])
 
 
 class TokenizedRows(torch.utils.data.Dataset[Row], ABC):
@@ -85,20 +77,15 @@ class TokenizedRows(torch.utils.data.Dataset[Row], ABC):
         self.tokenizer = tokenizer
         self.data = data
         used = columns_read(dataset, tokenizer, data, self.keys)
-        own: dict[str, Any] = {}
-        for field in fields(self.row):
-            if field.type in STORED:
-                own[field.name] = STORED[field.type]
+        stored = [field for field in fields(self.row) if field.type in STORED]
+        own = {field.name: STORED[field.type] for field in stored}
         self.features = Features({**own, **NOTES})
         dataset = number_rows(dataset)
         self._types = dataset.features
-        self.control = ControlTokens.of(tokenizer, in_chats=data.apply_chat_template)
-        mapped = once_per_machine(
-            lambda: map_rows(dataset, used, self._encoded, self.features, "Tokenizing")
-        )
+        self.control = ControlTokens(tokenizer, in_chats=data.apply_chat_template)
+        mapped = once_per_machine(lambda: map_rows(dataset, used, self._encoded, self.features))
         _refuse_malformed(mapped)
-        self._report_control_tokens(mapped, dataset)
-        self._report_lost_tools(mapped, dataset)
+        self._report_notes(mapped)
         self.rows = self._kept(mapped)
         cut = sum(self.rows["cut"])
         if cut:
@@ -109,16 +96,11 @@ class TokenizedRows(torch.utils.data.Dataset[Row], ABC):
     def _kept(self, mapped: Dataset) -> Dataset:
         """Remove dropped rows and count them by reason in `summary`."""
         reasons = mapped["dropped"][:]
-        kept: list[int] = []
-        counts: Counter[str] = Counter()
-        for number, reason in enumerate(reasons):
-            if reason:
-                counts[reason] += 1
-            else:
-                kept.append(number)
+        kept = [number for number, reason in enumerate(reasons) if not reason]
+        counts = Counter(filter(None, reasons))
         self.summary: str = f"{len(kept)} of {len(reasons)} {self.what}s kept"
-        dropped = [f"{count} {reason}" for reason, count in sorted(counts.items())]
-        if dropped:
+        if counts:
+            dropped = [f"{count} {reason}" for reason, count in sorted(counts.items())]
             self.summary += f", dropped {', '.join(dropped)}"
         self.summary += "."
         if not kept:
@@ -128,33 +110,28 @@ class TokenizedRows(torch.utils.data.Dataset[Row], ABC):
             )
         return mapped.select(kept)
 
-    def _report_control_tokens(self, mapped: Dataset, dataset: Dataset) -> None:
-        found = mapped["control"][:]
-        if not any(found):
-            return
+    def _report_notes(self, mapped: Dataset) -> None:
+        """Print notices about control tokens in the rows and about tools that they lose."""
+        rows = f"of {len(mapped)} {self.what}s"
+        control = list(filter(None, mapped["control"][:]))
         in_template = self.data.apply_chat_template or self.data.input_template not in (None, "{}")
-        report(
-            *check_control_tokens(
-                found,
-                what=self.what,
-                first=_first_origin(found, dataset),
-                rendered=not in_template,
+        # Without a template, most rows have control tokens if they are already rendered.
+        if control and (in_template or 2 * len(control) <= len(mapped)):
+            notice(
+                f"{len(control)} {rows} contain control tokens, which the model reads as "
+                f"boundaries between turns or texts. The first is {control[0]}. Unless this is "
+                "intended, remove these tokens from the data or spell them differently."
             )
-        )
-
-    def _report_lost_tools(self, mapped: Dataset, dataset: Dataset) -> None:
-        lost = mapped["lost"][:]
-        if not any(lost):
-            return
-        report(
-            *check_tools(
-                lost,
-                empty=sum(mapped["empty"][:]),
-                what=self.what,
-                first=_first_origin(lost, dataset),
-                model=repr(self.tokenizer.name_or_path),
+        lost = list(filter(None, mapped["lost"][:]))
+        if lost:
+            notice(
+                f"{len(lost)} {rows} have tools or tool calls that the chat template of "
+                f"{self.tokenizer.name_or_path!r} omits, so the model does not see them. The first "
+                f"is {lost[0]}. Assistant turns that would be empty answers are not trained on: "
+                f"{sum(mapped['empty'][:])}. Use a template that renders tools and tool_calls "
+                "(--data.tokenizer_chat_template or the model's chat_template.jinja), or write the "
+                "calls into the message contents."
             )
-        )
 
     @abstractmethod
     def passages(self, row: Mapping[str, Any]) -> list[Passage] | str:
@@ -178,37 +155,39 @@ class TokenizedRows(torch.utils.data.Dataset[Row], ABC):
             if isinstance(text, list):
                 to_encode += [passage.text for passage in text]
         encoded = iter(encode(self.tokenizer, to_encode))
-        written: list[str] = []
-        for key in self.keys:
-            column = getattr(self.data, key)
-            if column and key != "label_key":
-                written.append(column)
+        written = [getattr(self.data, key) for key in self.keys if key != "label_key"]
         results: list[dict[str, Any]] = []
         for row, text in zip(rows, texts, strict=True):
             outcome = text  # the drop reason or the error, unless the row has texts
             if isinstance(text, list):
                 outcome = attempt(self.columns, row, text, list(islice(encoded, len(text))))
-            if isinstance(outcome, str):
-                result: dict[str, Any] = {"dropped": outcome}
-            else:
-                result = {**NO_NOTES, **outcome}
-            result |= _lost_in(text)
-            result["control"] = self.control.first_in(list(map(row.get, written)))
+            result: dict[str, Any] = dict.fromkeys(COUNTS, 0)
+            result |= {"dropped": outcome} if isinstance(outcome, str) else outcome
+            passages = text if isinstance(text, list) else []
+            result["empty"] = sum(passage.empty for passage in passages)
+            lost = "its answer" if text == ONLY_CALLS else ""
+            for passage in passages:
+                lost = lost or passage.lost
+            result["lost"] = lost and f"{origin_of(row)} with {lost}"
+            token = self.control.first_in(list(map(row.get, written)))
+            result["control"] = token and f"{origin_of(row)} with {token!r}"
             results.append(result)
         made: Columns = {}
         for name in self.features:
             made[name] = [result.get(name) for result in results]
+        for name in COUNTS:
+            made[name] = list(map(int, made[name]))  # Arrow does not mix numbers and booleans
         return made
 
     def _read(self, columns: Columns) -> list[dict[str, Any]]:
         """Return the rows of a batch of columns, converted by the layout's reader."""
         read = READERS.get(self.data.layout, dict)
-        kept: Columns = {}
-        for name, values in columns.items():
-            kept[name] = [without_added_nulls(value, self._types[name]) for value in values]
         rows: list[dict[str, Any]] = []
-        for values in zip(*kept.values(), strict=True):
-            rows.append(attempt(read, dict(zip(columns, values, strict=True))))
+        for values in zip(*columns.values(), strict=True):
+            row: dict[str, Any] = {}
+            for name, value in zip(columns, values, strict=True):
+                row[name] = without_added_nulls(value, self._types[name])
+            rows.append(attempt(read, row))
         return rows
 
     def __len__(self) -> int:
@@ -225,35 +204,11 @@ class TokenizedRows(torch.utils.data.Dataset[Row], ABC):
 def _refuse_malformed(mapped: Dataset) -> None:
     """Raise DataError if rows are malformed, naming the first ones."""
     malformed = list(filter(None, mapped[MALFORMED][:]))
-    if not malformed:
-        return
     lines = malformed[:MAX_ROWS_NAMED]
     if len(malformed) > 1:
         lines.append(f"{len(malformed)} of {len(mapped)} rows are malformed.")
-    raise DataError("\n".join(lines))
-
-
-def _first_origin(found: list[str | None], dataset: Dataset) -> str:
-    """Return the dataset and row number of the first row with a non-empty entry in `found`."""
-    first = next(number for number, each in enumerate(found) if each)
-    origin = dataset.select_columns([SOURCE, ROW])[first]
-    return f"{origin[SOURCE]}, row {origin[ROW]},"
-
-
-def _lost_in(text: Any) -> dict[str, Any]:
-    """Return the bookkeeping columns for tools that the template omitted from a row.
-
-    `text` is the list of the row's passages, or the reason for dropping the row.
-    """
-    if text == ONLY_CALLS:
-        return {"lost": "the calls of its answer", "empty": 0}
-    passages: list[Passage] = text if isinstance(text, list) else []
-    lost = ""
-    empty = 0
-    for passage in passages:
-        lost = lost or passage.lost
-        empty += passage.empty
-    return {"lost": lost, "empty": empty}
+    if lines:
+        raise DataError("\n".join(lines))
 
 
 def attempt(step: Callable[..., Any], row: dict[str, Any], *arguments: Any) -> Any:
@@ -306,14 +261,11 @@ def once_per_machine(prepare: Callable[[], Dataset]) -> Dataset:
         fcntl.lockf(lock, fcntl.LOCK_EX)
         if not (rows / "dataset_info.json").exists():  # written last
             try:
-                prepare().save_to_disk(rows)
-            except BaseException as error:
+                with _writing_to(folder, "TMPDIR"):
+                    prepare().save_to_disk(rows)
+            except BaseException:
                 shutil.rmtree(folder, ignore_errors=True)
-                if not isinstance(error, OSError):
-                    raise
-                raise DataError(
-                    f"Rows cannot be written to {folder}: {error}. Set TMPDIR to another folder."
-                ) from error
+                raise
     mapped = Dataset.load_from_disk(rows)
     dist.barrier()
     shutil.rmtree(folder, ignore_errors=True)  # the system keeps mapped files until they are closed
@@ -325,61 +277,50 @@ def map_rows(
     columns: list[str],
     function: Callable[[Columns], Columns],
     features: Features,
-    title: str,
 ) -> Dataset:
     """Apply `function` to batches of `columns` and row origins, and return the resulting columns.
 
-    Nothing is cached, because a cached result would outlive changes to this code. Large tables stay
-    on disk while the process uses them, but their folder is deleted before this function returns.
+    Nothing is cached, because a cached result would outlive changes to this code. The table stays
+    on disk while the process uses it, but its folder is deleted before this function returns.
     `dataset` has the columns that `number_rows` adds. Raises DataError for text that is not UTF-8
     and for a full disk, SystemExit if the process is terminated, and any error of `function`.
     """
     dataset = dataset.select_columns(list(dict.fromkeys([*columns, SOURCE, ROW])))
-    options: dict[str, Any] = {"keep_in_memory": True}
-    folder = None
+    workers = 1
     if len(dataset) > MANY_ROWS:
         workers = min(MAX_MAPPING_PROCESSES, usable_cores())
-        cache = Path(datasets.config.HF_DATASETS_CACHE)
-        cache.mkdir(parents=True, exist_ok=True)
-        folder = Path(tempfile.mkdtemp(prefix="openrlhf-rows-", dir=cache))
-        options = {"cache_file_name": str(folder / "rows.arrow")}
-        if workers > 1:
-            options["num_proc"] = workers
-        notice(f"{title} {len(dataset)} rows; processes: {workers}.")
+        notice(f"Tokenizing {len(dataset)} rows; processes: {workers}.")
+    cache = Path(datasets.config.HF_DATASETS_CACHE)
     try:
-        return dataset.map(
-            function,
-            batched=True,
-            batch_size=500,
-            remove_columns=dataset.column_names,
-            features=features,
-            load_from_cache_file=False,
-            desc=title,
-            **options,
-        )
+        with _writing_to(cache, "HF_DATASETS_CACHE"):
+            cache.mkdir(parents=True, exist_ok=True)
+            # The system keeps mapped files until they are closed.
+            with tempfile.TemporaryDirectory(prefix="openrlhf-rows-", dir=cache) as folder:
+                return dataset.map(
+                    function,
+                    batched=True,
+                    batch_size=500,
+                    remove_columns=dataset.column_names,
+                    features=features,
+                    load_from_cache_file=False,
+                    cache_file_name=f"{folder}/rows.arrow",
+                    num_proc=workers if workers > 1 else None,
+                    desc="Tokenizing",
+                )
     except UnicodeDecodeError as error:
-        raise DataError(f"{_first_unreadable(dataset)} is not valid UTF-8 text.") from error
-    except Exception as error:
+        raise DataError(f"{source_of(dataset)} has text that is not UTF-8: {error}.") from error
+    except Exception:
         if asked():  # if terminated, the library raises a worker timeout instead of SystemExit
             raise SystemExit(asked()) from None
-        if folder and isinstance(error, OSError):
-            raise DataError(
-                f"Rows cannot be written to {folder}: {error}. "
-                "Set HF_DATASETS_CACHE to another folder."
-            ) from error
         raise
-    finally:
-        if folder:
-            # The system keeps mapped files until they are closed.
-            shutil.rmtree(folder, ignore_errors=True)
 
 
-def _first_unreadable(dataset: Dataset) -> str:
-    """Return the dataset and row number of the first row that is not UTF-8 text."""
-    for number in range(len(dataset)):
-        try:
-            dataset[number]
-        except UnicodeDecodeError:
-            origin = dataset.select_columns([SOURCE, ROW])[number]
-            return f"{origin[SOURCE]}, row {origin[ROW]}:"
-    raise AssertionError("every row could be read")
+@contextmanager
+def _writing_to(folder: Path, variable: str) -> Iterator[None]:
+    """Turn OSErrors into DataErrors. The environment `variable` selects a different folder."""
+    try:
+        yield
+    except OSError as error:
+        raise DataError(
+            f"Rows cannot be written to {folder}: {error}. Set {variable} to another folder."
+        ) from error

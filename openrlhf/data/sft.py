@@ -11,7 +11,7 @@ from openrlhf.config.inference import InferenceDataConfig
 from openrlhf.config.supervised import KTODataConfig, SFTDataConfig
 from openrlhf.data import templates
 from openrlhf.data.errors import DataError, list_columns, row_error, source_of, text_of
-from openrlhf.data.lost_tools import ONLY_CALLS, empty_calls, lost_tool
+from openrlhf.data.lost_tools import ONLY_CALLS, lost_tools
 from openrlhf.data.messages import learned_turns, messages_of, tools_of
 from openrlhf.data.rows import Result, TokenizedRows
 from openrlhf.data.templates import Encoded, Passage, cut, fill_template
@@ -23,7 +23,6 @@ TextSection = SFTDataConfig | KTODataConfig | InferenceDataConfig
 # Reasons for dropping a row.
 NO_PROMPT = "with an empty prompt"
 NO_RESPONSE = "with an empty response"
-NO_ASSISTANT = "without an assistant message"
 TOO_SHORT = "with fewer than two tokens"
 NOT_LEARNED = "without a turn to train on"
 
@@ -131,34 +130,30 @@ class SFTDataset(TokenizedRows[SFTRow]):
         try:
             learned = learned_turns(messages, chosen=self.data.multiturn)
             if not learned:
-                if any(message["role"] == "assistant" for message in messages):
-                    return NOT_LEARNED
-                return NO_ASSISTANT
+                return NOT_LEARNED
             messages = messages[: learned[-1] + 1]
             if len(messages) < 2:
                 return NO_PROMPT
             answers = [turn for turn in learned if turn >= asked]
-            # Without an output column, the response is the last message.
-            first = answers[0] if answers else -1
-            turns = learned if self.data.multiturn else []
-            targets = turns or answers or learned[-1:]
-            empty = empty_calls(self.tokenizer, messages, targets, tools=tools)
-            if empty:
-                turns = [turn for turn in targets if turn not in empty]
-                if not turns:
-                    return ONLY_CALLS
-                messages = messages[: turns[-1] + 1]
-                if len(messages) < 2:
-                    return NO_PROMPT
+            first = answers[0] if answers else -1  # without an output column the last message
+            targets = learned if self.data.multiturn else answers or learned[-1:]
+            lost = lost_tools(self.tokenizer, messages, tools)
+            kept = [turn for turn in targets if turn not in lost.turns]
+            if not kept:
+                return ONLY_CALLS
+            if not kept[-1]:
+                return NO_PROMPT
+            messages = messages[: kept[-1] + 1]
             if not messages[-1]["content"] and not messages[-1].get("tool_calls"):
                 return NO_RESPONSE
+            empty = len(targets) - len(kept)
+            turns = kept if self.data.multiturn or empty else []
             passage = templates.render_conversation(
                 self.tokenizer, messages, first=first, turns=turns, tools=tools
             )
-            lost = lost_tool(self.tokenizer, messages, passage.text, tools=tools)
         except ValueError as error:
             raise row_error(row, self.data.input_key, f"{error}.") from error
-        ended = replace(passage, empty=len(empty), lost=lost).with_ended_turns(self.ends.texts)
+        ended = replace(passage, empty=empty, lost=lost.first).with_ended_turns(self.ends.texts)
         return [ended.closed(self.ends.texts, self.ends.marks, space=self.data.space_before_eos)]
 
     def columns(
@@ -178,8 +173,8 @@ class SFTDataset(TokenizedRows[SFTRow]):
         mask = [False] * len(tokens)
         for span in passage.spans:
             places = known.tokens_of(span)
-            learned = range(max(places.start, 1), min(places.stop, len(tokens)))
-            mask[learned.start : learned.stop] = [True] * len(learned)
+            for place in range(max(places.start, 1), min(places.stop, len(tokens))):
+                mask[place] = True
         if not self.pretrain:
             tokens = cut(known.tokens, max_len, self.tokenizer, self.ends.ids)
             mask[-1] = True
@@ -200,16 +195,9 @@ def _refuse_rows_without_answers(dataset: Dataset, input_key: str) -> None:
     columns = dataset.column_names
     if input_key not in columns:
         return
-    fix = (
-        "Set --data.output_key to the column with the answers, "
-        "or pass --data.apply_chat_template for chats."
-    )
-    if {"chosen", "rejected"} <= set(columns):
-        fix = (
-            "Pass --data.output_key chosen to train on the chosen answers, "
-            "or train on the pairs with `openrlhf dpo`."
-        )
     raise DataError(
         f"No column with answers was found in {source_of(dataset)}: --data.output_key is not set. "
-        f"The columns are {list_columns(columns)}. {fix}"
+        f"The columns are {list_columns(columns)}. Set --data.output_key to the column with the "
+        "answers (--data.output_key chosen for pairs, or train on them with `openrlhf dpo`), or "
+        "pass --data.apply_chat_template for chats."
     )

@@ -51,20 +51,18 @@ def _marks(
     batch: Ragged, start: int, end: int, tokenizer: PreTrainedTokenizerBase
 ) -> list[str | None]:
     """Return a mark for each token in a sample: the text shown after a target, or None."""
-    if isinstance(batch, Steps):
-        return [_label(value, tokenizer) for value in batch.labels[start:end].tolist()]
     if isinstance(batch, TokenRows):
         return ["" if target else None for target in batch.loss_mask[start:end].tolist()]
-    return [None] * (end - start - 1) + [""]
-
-
-def _label(label: float, tokenizer: PreTrainedTokenizerBase) -> str | None:
-    """Return a label (a probability or a token) as text, or None for NaN."""
-    if 0 <= label <= 1:
-        return f" = {label:g}"
-    if label > 1:
-        return f" = {tokenizer.decode([int(label)])}"
-    return None
+    marks: list[str | None] = [None] * (end - start)
+    if not isinstance(batch, Steps):
+        marks[-1] = ""
+        return marks
+    for place, label in enumerate(batch.labels[start:end].tolist()):
+        if label > 1:
+            marks[place] = f" = {tokenizer.decode([int(label)])}"
+        elif label >= 0:  # not NaN: a probability
+            marks[place] = f" = {label:g}"
+    return marks
 
 
 def show_text(
@@ -95,8 +93,5 @@ def show_text(
         before = until
         if len(part) > LONGEST:
             part = f"{part[: LONGEST // 2]} … {part[-LONGEST // 2 :]}"
-        if mark is None:
-            text += part
-        else:
-            text += f"⟦{part}{mark}⟧"
+        text += part if mark is None else f"⟦{part}{mark}⟧"
     return f"--- {title}: {counts}, ids {' '.join(ids)}\n{text}"

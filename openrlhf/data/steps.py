@@ -3,6 +3,7 @@
 from collections import Counter
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
+from itertools import chain
 from typing import Any, ClassVar
 
 from datasets import Dataset
@@ -42,8 +43,9 @@ class StepDataset(TokenizedRows[StepRow]):
     ) -> None:
         self.prm = config.prm
         data = config.data
-        named = {"--data.input_key": data.input_key, "--data.label_key": data.label_key}
-        check_columns(dataset, named)
+        check_columns(
+            dataset, {"--data.input_key": data.input_key, "--data.label_key": data.label_key}
+        )
         self.placeholder = one_token(
             tokenizer, self.prm.placeholder_token or "", "--prm.placeholder_token"
         )
@@ -59,12 +61,8 @@ class StepDataset(TokenizedRows[StepRow]):
             )
         super().__init__(dataset, tokenizer, data)
         if not self.soft:
-            counts: Counter[int] = Counter()
-            for labels in self.rows["labels"][:]:
-                counts.update(map(int, labels))
-            shown = [
-                f"{count} {tokenizer.decode([label])}" for label, count in counts.most_common()
-            ]
+            counts = Counter(chain.from_iterable(self.rows["labels"][:]))
+            shown = [f"{n} {tokenizer.decode([int(label)])}" for label, n in counts.most_common()]
             self.summary += f" Labels: {', '.join(shown)}."
 
     def passages(self, row: Mapping[str, Any]) -> list[Passage] | str:
@@ -84,58 +82,41 @@ class StepDataset(TokenizedRows[StepRow]):
             )
         places = [place for place, token in enumerate(uncut) if token == self.placeholder]
         if len(labels) != len(places):
-            shown = repr(self.prm.placeholder_token)
-            raise row_error(
-                row,
-                data.label_key,
-                f"has {len(labels)} labels for {len(places)} placeholders {shown}.",
-            )
+            problem = f"has {len(labels)} labels for {len(places)} placeholders"
+            raise row_error(row, data.label_key, f"{problem} {self.prm.placeholder_token!r}.")
         tokens = uncut[: data.max_len]
-        kept_places: list[int] = []
-        kept_labels: list[float] = []
+        kept: dict[int, float] = {}
         for place, label in zip(places, labels, strict=True):
             if place < len(tokens) and label is not None:
-                kept_places.append(place)
-                kept_labels.append(self._label(row, label))
-        if not kept_places:
-            if labels.count(None) == len(labels):
-                return "without a labelled step"
-            return "cut before a step"
+                kept[place] = self._label(row, label)
+        if not kept:
+            return "without a labelled step within --data.max_len tokens"
         return {
             "tokens": tokens,
-            "places": kept_places,
-            "labels": kept_labels,
+            "places": list(kept),
+            "labels": list(kept.values()),
             "cut": len(uncut) > len(tokens),
         }
 
     def _label(self, row: Mapping[str, Any], label: Any) -> float:
-        """Return a label as a number (a probability or a token id). Raises DataError if it is
-        invalid."""
-        column = self.data.label_key
+        """Return a label as a probability or a token id. Raises DataError if it is invalid."""
         if self.soft:
-            if not isinstance(label, int | float) or not 0 <= label <= 1:
-                raise row_error(row, column, f"has the label {label!r}, not a number from 0 to 1.")
-            return float(label)
-        tokens: list[int] = []
-        if isinstance(label, str):
-            tokens = self.tokenizer.encode(label, add_special_tokens=False)
-        if len(tokens) != 1 or (self.reward_tokens and tokens[0] not in self.reward_tokens):
-            expected = "a text that is a single token"
-            if self.reward_tokens:
-                expected = f"one of {list(self.prm.reward_tokens)}"
-            raise row_error(row, column, f"has the label {label!r}, not {expected}.")
-        return float(tokens[0])
+            expected = "a number from 0 to 1"
+            if isinstance(label, int | float) and 0 <= label <= 1:
+                return float(label)
+        else:
+            expected = f"one of {list(self.prm.reward_tokens) or 'the single tokens'}"
+            if isinstance(label, str):
+                tokens = self.tokenizer.encode(label, add_special_tokens=False)
+                if len(tokens) == 1 and tokens[0] in (self.reward_tokens or tokens):
+                    return float(tokens[0])
+        raise row_error(row, self.data.label_key, f"has the label {label!r}, not {expected}.")
 
 
 def _first_label(column: Iterable[Any]) -> Any:
     """Return the first label in a column of lists that is not null, or None."""
-    for labels in column:
-        if not isinstance(labels, list):
-            continue
-        for label in labels:
-            if label is not None:
-                return label
-    return None
+    lists = (labels for labels in column if isinstance(labels, list))
+    return next((label for label in chain.from_iterable(lists) if label is not None), None)
 
 
 def one_token(tokenizer: PreTrainedTokenizerBase, text: str, flag: str) -> int:

@@ -111,6 +111,7 @@ class Passage:
     unended: int = 0
     empty: int = 0
     lost: str = ""  # a tool that the template omits, if any
+    exchange: bool = False  # in pairs: whether others speak after the shared prompt
 
     def closed(self, ends: Sequence[str], marks: Sequence[str] = (), *, space: bool = True) -> Self:
         """Return the passage with trailing newlines removed, ending with one of `ends`.
@@ -120,17 +121,13 @@ class Passage:
         appended end is a target if the text before it is a target.
         """
         text = self.text.rstrip("\n")
-        if text.endswith(tuple(ends)):
-            closed = text
-        elif not space or text.endswith(tuple(marks)):
-            closed = text + ends[0]
-        else:
-            closed = f"{text} {ends[0]}"
+        closed = text
+        if not text.endswith(tuple(ends)):
+            separator = " " if space and not text.endswith(tuple(marks)) else ""
+            closed = f"{text}{separator}{ends[0]}"
         spans: list[Span] = []
         for start, end in self.spans:
-            if end >= len(text):
-                end = len(closed)
-            spans.append((start, end))
+            spans.append((start, end if end < len(text) else len(closed)))
         return replace(self, text=closed, spans=spans)
 
     def with_ended_turns(self, ends: Sequence[str]) -> Self:
@@ -142,11 +139,11 @@ class Passage:
         spans: list[Span] = []
         unended = 0
         for start, end in self.spans:
-            marker = next((mark for mark in ends if self.text.startswith(mark, end)), "")
-            if any(mark in self.text[start:end] for mark in ends):
-                marker = ""
-            elif not marker and end < len(self.text.rstrip("\n")):
-                unended += 1
+            marker = ""
+            if not any(mark in self.text[start:end] for mark in ends):
+                marker = next((mark for mark in ends if self.text.startswith(mark, end)), "")
+                if not marker and end < len(self.text.rstrip("\n")):
+                    unended += 1
             spans.append((start, end + len(marker)))
         return replace(self, spans=spans, unended=unended)
 
@@ -184,10 +181,9 @@ def render_conversation(
             spans.append(span)
     if span is None:
         raise ValueError(
-            f"the chat template changes assistant message {wanted[-1]} (it may drop reasoning), so "
-            "the message cannot be found in the rendered text. Mark the assistant's text with "
-            "{% generation %} and {% endgeneration %} in the template, and pass the template as "
-            "--data.tokenizer_chat_template"
+            f"the chat template changes assistant message {wanted[-1]} (it may drop reasoning). "
+            "Mark the assistant's text in the template with {% generation %} and "
+            "{% endgeneration %}, and pass it as --data.tokenizer_chat_template"
         )
     rewritten = len(wanted) - len(spans)
     if not turns and first < len(messages) - 1:

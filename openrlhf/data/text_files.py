@@ -9,7 +9,6 @@ import codecs
 import csv
 import io
 import json
-import os
 import re
 import warnings
 from abc import ABC, abstractmethod
@@ -32,11 +31,10 @@ from openrlhf.data.errors import DataError, kind
 
 # Version of the rows that these readers produce. Cached rows of other versions are not used.
 VERSION = "1"
-BATCH_ROWS = 1000
 NOT_UTF8 = "is not UTF-8 text. Save the file as UTF-8 (Excel calls this format CSV UTF-8)"
 SEPARATORS = (",", ";", "\t")
 MAX_CELL_CHARACTERS = 2**31 - 1
-OPENINGS = (b"{", b"[", b",", b":")  # line endings after which a JSON value continues
+OPENINGS = ("{", "[", ",", ":")  # line endings after which a JSON value continues
 
 # A column type: a `Value`, a `List`, a dictionary of a struct's fields, `AsWritten`, …
 Feature = Any
@@ -134,7 +132,7 @@ class TextFile(NamedTuple):
     name: str
 
 
-class _TextFiles(datasets.ArrowBasedBuilder, ABC):
+class _TextFiles(datasets.GeneratorBasedBuilder, ABC):
     """Base class of the readers, which use the library's splits and cache."""
 
     def _info(self) -> datasets.DatasetInfo:
@@ -149,8 +147,7 @@ class _TextFiles(datasets.ArrowBasedBuilder, ABC):
             opened: Any = dl_manager.extract(dl_manager.download(list(names)))
             files: list[TextFile] = []
             for name, inner in zip(names, opened, strict=True):
-                shown = name.removeprefix(f"{os.getcwd()}/")
-                files += [TextFile(path, shown) for path in dl_manager.iter_files([inner])]
+                files += [TextFile(path, name) for path in dl_manager.iter_files([inner])]
             all_files += files
             options: Any = {"files": files}
             splits.append(datasets.SplitGenerator(name=split, gen_kwargs=options))
@@ -167,45 +164,32 @@ class _TextFiles(datasets.ArrowBasedBuilder, ABC):
         for file in files:
             yield file.name
 
-    def _generate_tables(  # pyright: ignore[reportIncompatibleMethodOverride]
+    def _generate_examples(  # pyright: ignore[reportIncompatibleMethodOverride]
         self, files: list[TextFile]
-    ) -> Iterator[tuple[Key, pa.Table]]:
-        features: Any = self.info.features
-        yield Key(0, 0), _table([], features)  # keeps the columns of a file without rows
+    ) -> Iterator[tuple[Key, Row]]:
         for shard, file in enumerate(files):
-            batch: list[Row] = []
-            number = 1
-            for row in self._rows(file):
-                batch.append(row)
-                if len(batch) == BATCH_ROWS:
-                    yield Key(shard, number), _table(batch, features)
-                    batch = []
-                    number += 1
-            yield Key(shard, number), _table(batch, features)
+            for number, row in enumerate(self._rows(file)):
+                yield Key(shard, number), row
 
-    @abstractmethod
     def _features(self, files: list[TextFile]) -> Features:
         """Return the column types over all files."""
+        columns: dict[str, Feature] = {}
+        for file in files:
+            for row in self._rows(file):
+                for column, value in row.items():
+                    before = columns.get(column, NULL)
+                    if before is not ANY:
+                        columns[column] = _common(before, _type_of(value))
+        return Features(columns)
+
+    def _rows(self, file: TextFile) -> Rows:
+        opened: Any = xopen(file.path, "rb")
+        with opened:
+            yield from self._read(opened, file.name)
 
     @abstractmethod
-    def _rows(self, file: TextFile) -> Rows:
-        """Yield the rows of a file."""
-
-
-def _open(path: str) -> IO[bytes]:
-    opened: Any = xopen(path, "rb")
-    return opened
-
-
-def _table(rows: list[Row], features: Features) -> pa.Table:
-    """Convert rows to a table with the columns in `features`."""
-    columns: dict[str, list[Any]] = {}
-    for column, feature in features.items():
-        values = [row.get(column) for row in rows]
-        if isinstance(feature, AsWritten):
-            values = [feature.encode_example(value) for value in values]
-        columns[column] = values
-    return pa.Table.from_pydict(columns, schema=features.arrow_schema)
+    def _read(self, file: IO[bytes], name: str) -> Rows:
+        """Yield the rows of an open file."""
 
 
 # ---- CSV
@@ -219,45 +203,25 @@ class CsvFiles(_TextFiles):
 
     BUILDER_CONFIG_CLASS = CsvConfig
 
-    def _features(self, files: list[TextFile]) -> Features:
-        columns: dict[str, Feature] = {}
-        for file in files:
-            with _open(file.path) as opened:
-                _, header = next(csv_records(opened, file.name, self._separator), NO_HEADER)
-            columns |= dict.fromkeys(header, Value("string"))
-        return Features(columns)
-
-    @property
-    def _separator(self) -> str:
+    def _read(self, file: IO[bytes], name: str) -> Rows:
         config: Any = self.config
-        return config.delimiter or config.sep
-
-    def _rows(self, file: TextFile) -> Rows:
-        with _open(file.path) as opened:
-            records = csv_records(opened, file.name, self._separator)
-            _, header = next(records, NO_HEADER)
-            for line, fields in records:
-                if len(fields) != len(header):
-                    raise DataError(
-                        f"{file.name}, line {line}: the row has {len(fields)} fields, but the "
-                        f"header has {len(header)} ({', '.join(header)}). Put double quotes around "
-                        "texts that contain the separator or a line break."
-                    )
-                yield {column: cell or None for column, cell in zip(header, fields, strict=True)}
+        records = csv_records(file, name, config.delimiter or config.sep)
+        _, header = next(records, NO_HEADER)
+        for line, fields in records:
+            if len(fields) != len(header):
+                raise DataError(
+                    f"{name}, line {line}: the row has {len(fields)} fields, but the header has "
+                    f"{len(header)} ({', '.join(header)}). Put double quotes around texts that "
+                    "contain the separator or a line break."
+                )
+            yield {column: cell or None for column, cell in zip(header, fields, strict=True)}
 
 
-class Record(NamedTuple):
-    """A CSV record with the number of its first line."""
-
-    line: int
-    fields: list[str]
+NO_HEADER: tuple[int, list[str]] = (0, [])  # header of an empty file
 
 
-NO_HEADER = Record(0, [])  # header of an empty file
-
-
-def csv_records(file: IO[bytes], name: str, separator: str) -> Iterator[Record]:
-    """Yield the records of a CSV file: the header, then the rows.
+def csv_records(file: IO[bytes], name: str, separator: str) -> Iterator[tuple[int, list[str]]]:
+    """Yield the records of a CSV file with their line numbers: the header, then the rows.
 
     Empty lines are skipped. If the header does not contain `separator`, the first of comma,
     semicolon and tab that it does contain is used. Unnamed columns are named as in pandas. Raises a
@@ -266,23 +230,25 @@ def csv_records(file: IO[bytes], name: str, separator: str) -> Iterator[Record]:
     """
     csv.field_size_limit(MAX_CELL_CHARACTERS)
     lines = _csv_lines(file, name)
-    first = next((line for line in lines if line.strip()), "")
+    first = next(filter(str.strip, lines), "")
     if separator not in first:
-        for other in SEPARATORS:
-            if other in first:
-                separator = other
-                break
+        separator = next(filter(first.__contains__, SEPARATORS), separator)
     reader = csv.reader(chain([first], lines), delimiter=separator, strict=True)
     line = 1
     header: list[str] = []
     try:
         for fields in reader:
             if fields and not header:
-                header = [_name_of(column, place) for place, column in enumerate(fields)]
-                _check_names(header, name, line)
-                yield Record(line, header)
+                for place, column in enumerate(fields):
+                    header.append(column if column.strip() else f"Unnamed: {place}")
+                if len(set(header)) < len(header):
+                    raise DataError(
+                        f"{name}, line {line}: the header has duplicate column names: "
+                        f"{header}. Give each column a unique name."
+                    )
+                yield line, header
             elif fields:
-                yield Record(line, fields)
+                yield line, fields
             line = reader.line_num + 1
     except csv.Error as error:
         raise DataError(
@@ -301,24 +267,6 @@ def _csv_lines(file: IO[bytes], name: str) -> Iterator[str]:
         yield from io.StringIO(text, newline="")
 
 
-def _name_of(column: str, place: int) -> str:
-    """Return a column's name, or the name that pandas gives to an unnamed column."""
-    if column.strip():
-        return column
-    return f"Unnamed: {place}"
-
-
-def _check_names(header: list[str], name: str, line: int) -> None:
-    """Raise DataError if two columns have the same name."""
-    repeated = sorted({column for column in header if header.count(column) > 1})
-    if repeated:
-        shown = ", ".join(map(repr, repeated))
-        raise DataError(
-            f"{name}, line {line}: duplicate column name in the header: {shown}. Give each column "
-            "a unique name."
-        )
-
-
 # ---- JSON
 
 
@@ -330,19 +278,8 @@ class JsonFiles(_TextFiles):
 
     BUILDER_CONFIG_CLASS = JsonConfig
 
-    def _features(self, files: list[TextFile]) -> Features:
-        columns: dict[str, Feature] = {}
-        for file in files:
-            for row in self._rows(file):
-                for column, value in row.items():
-                    before = columns.get(column, NULL)
-                    if before is not ANY:
-                        columns[column] = _common(before, _type_of(value))
-        return Features(columns)
-
-    def _rows(self, file: TextFile) -> Rows:
-        with _open(file.path) as opened:
-            yield from json_rows(opened, file.name)
+    def _read(self, file: IO[bytes], name: str) -> Rows:
+        return json_rows(file, name)
 
 
 NULL = Value("null")
@@ -367,9 +304,7 @@ def _type_of(value: Any) -> Feature:
 
 def _list_of(inner: Feature) -> Feature:
     """Return the type for lists with items of this type."""
-    if inner is ANY:
-        return ANY
-    return List(inner)
+    return ANY if inner is ANY else List(inner)
 
 
 def _common(a: Feature, b: Feature) -> Feature:
@@ -390,27 +325,22 @@ def json_rows(file: IO[bytes], name: str) -> Rows:
     that is not UTF-8, invalid JSON, duplicate keys, unpaired surrogates, and values that are not
     rows.
     """
-    before = 0  # lines read
-    opening = b""
-    while not opening.strip():
-        opening = file.readline()
-        if not opening:
+    is_first = True
+    for number, line in enumerate(file, 1):
+        text = _decoded(line.removeprefix(codecs.BOM_UTF8), name, number)
+        if not text.strip():
+            continue
+        if is_first and (text.lstrip().startswith("[") or text.rstrip().endswith(OPENINGS)):
+            skipped = "\n" * (number - 1)
+            rest = _decoded(file.read(), name, number + 1)
+            yield from _whole_file(skipped + text + rest, name)
             return
-        if not before:
-            opening = opening.removeprefix(codecs.BOM_UTF8)
-        before += 1
-    if opening.lstrip().startswith(b"[") or opening.rstrip().endswith(OPENINGS):
-        skipped = "\n" * (before - 1)
-        yield from _whole_file(skipped + _decoded(opening + file.read(), name, before), name)
-        return
-    for number, line in enumerate(chain([opening], file), before):
-        text = _decoded(line, name, number)
-        if text.strip():
-            try:
-                value = DECODER.decode(text)
-            except ValueError as error:
-                raise _broken(error, name, number) from error
-            yield _row(value, f"{name}, line {number}", escaped=_escapes_surrogates(text))
+        is_first = False
+        try:
+            value = DECODER.decode(text)
+        except ValueError as error:
+            raise _broken(error, name, number) from error
+        yield _row(value, f"{name}, line {number}", escaped=_escapes_surrogates(text))
 
 
 def _whole_file(text: str, name: str) -> Rows:
@@ -421,9 +351,8 @@ def _whole_file(text: str, name: str) -> Rows:
     while place < len(text):
         try:
             value, place = DECODER.raw_decode(text, place)
-        except json.JSONDecodeError as error:
-            raise _broken(error, name, error.lineno) from error
         except ValueError as error:
+            place = getattr(error, "pos", place)
             raise _broken(error, name, text.count("\n", 0, place) + 1) from error
         rows = value if isinstance(value, list) else [value]
         for row in rows:
@@ -445,9 +374,7 @@ def _broken(error: ValueError, name: str, line: int) -> DataError:
     """Return the error for a text that is not valid JSON."""
     reason = str(error)
     if isinstance(error, json.JSONDecodeError):
-        # As in "Invalid control character at", a message of the parser.
-        problem = error.msg.removesuffix(" at")
-        reason = f"invalid JSON: {problem}, at column {error.colno}"
+        reason = f"invalid JSON at column {error.colno}: {error.msg.removesuffix(' at')}"
     return DataError(f"{name}, line {line}: {reason}.")
 
 
@@ -455,9 +382,7 @@ def _object_of(pairs: list[tuple[str, Any]]) -> Row:
     """Build a JSON object from its pairs. Raises ValueError for a duplicate key."""
     made = dict(pairs)
     if len(made) < len(pairs):
-        keys = [key for key, _ in pairs]
-        repeated = next(key for key in keys if keys.count(key) > 1)
-        raise ValueError(f"an object has the key {repeated!r} twice")
+        raise ValueError(f"an object has a key twice: {[key for key, _ in pairs]}")
     return made
 
 

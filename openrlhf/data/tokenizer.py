@@ -69,11 +69,9 @@ def end_ids(path: str) -> list[int]:
         ids = GenerationConfig.from_pretrained(path).eos_token_id
     except (OSError, ValueError):
         return []
-    if ids is None:
-        return []
-    if isinstance(ids, list):
-        return ids
-    return [ids]
+    if isinstance(ids, int):
+        return [ids]
+    return ids or []
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -87,12 +85,11 @@ class Ends:
     @classmethod
     def of(cls, tokenizer: PreTrainedTokenizerBase) -> Self:
         """Return the stop tokens of the tokenizer's model."""
-        ids = [int(str(tokenizer.eos_token_id))]
+        end_of_text = int(str(tokenizer.eos_token_id))
+        ids = [end_of_text]
         if tokenizer.name_or_path:
-            end_of_text = ids[0]
-            for number in end_ids(tokenizer.name_or_path):
-                if number != end_of_text and number < len(tokenizer):
-                    ids.append(number)
+            others = end_ids(tokenizer.name_or_path)
+            ids += [end for end in others if end != end_of_text and end < len(tokenizer)]
         texts = list(map(str, tokenizer.convert_ids_to_tokens(ids)))
         return cls(texts=texts, ids=ids, marks=added_tokens(tokenizer))
 
@@ -116,15 +113,10 @@ def require_vocabulary(
     differing = [token for token, number in ours.items() if theirs.get(token) != number]
     if not differing:
         return
-    fix = "Use a model with the same tokenizer."
-    if "reward" in flag:
-        fix = (
-            "Use a model with the same tokenizer, or serve this one and pass its URL as "
-            "--reward.remote_url."
-        )
     raise DataError(
         f"{flag} {path} has a different vocabulary from {owner}: {len(differing)} of {len(ours)} "
-        f"tokens have a different id or are missing, for example {differing[0]!r}. {fix}"
+        f"tokens have a different id or are missing, for example {differing[0]!r}. Use a "
+        "model with the same tokenizer, or serve a reward model and pass --reward.remote_url."
     )
 
 
@@ -137,8 +129,7 @@ def _explain(path: str, error: Exception, flag: str) -> str:
         )
     what = "treated as a hub name, because the folder does not exist"
     if os.path.isdir(path):
-        names = sorted(os.listdir(path))[:10]
-        what = f"a folder with {', '.join(names) or 'nothing in it'}"
+        what = f"a folder with {sorted(os.listdir(path))[:10]}"
     return f"No tokenizer could be loaded from {flag} {path!r} ({what}): {error}"
 
 

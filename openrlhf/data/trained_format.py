@@ -47,29 +47,24 @@ def with_trained_format(
         # The model generates the space as part of its answer.
         trained = replace(trained, input_template=str(trained.input_template)[:-1])
     changes: dict[str, Any] = {}
-    opposites: list[str] = []
+    used = ""
+    default = ""
     if follows_template(config, data, trained, tokenizer, prompts_in(rows, column)):
-        changes = {
-            "input_template": trained.input_template,
-            "apply_chat_template": bool(trained.chat_template),
-        }
-        opposites.append("--data.input_template {}")
-    if follows_ending(config, data, trained, tokenizer):
+        changes["input_template"] = trained.input_template
+        changes["apply_chat_template"] = bool(trained.chat_template)
+        if replace(data, **changes) != data:
+            used += f" {trained.flags}"
+            default += " --data.input_template {}"
+    if follows_ending(config, data, trained, tokenizer) and data.space_before_eos:
         changes["space_before_eos"] = False
-        opposites.append("--data.space_before_eos")
-    changed = {name: value for name, value in changes.items() if getattr(data, name) != value}
-    if not changed:
-        return data
-    typed: list[str] = []
-    if {"input_template", "apply_chat_template"} & changed.keys():
-        typed.append(trained.flags)
-    if "space_before_eos" in changed:
-        typed.append("--data.no_space_before_eos")
-    notice(
-        f"{model} was trained with {' '.join(typed)}, so this run uses that too. "
-        f"For its own default, pass {' '.join(opposites)}."
-    )
-    return replace(data, **changed)
+        used += " --data.no_space_before_eos"
+        default += " --data.space_before_eos"
+    if used:
+        notice(
+            f"{model} was trained with{used}, so this run uses that too. "
+            f"For its own default, pass{default}."
+        )
+    return replace(data, **changes)
 
 
 def prompts_in(rows: Table, column: str | None) -> list[Any]:
@@ -95,14 +90,12 @@ def follows_template(
         return False
     if not prompts or CHAT in unused_flags(config):
         return False
-    if trained.chat_template and not tokenizer.chat_template:
-        return False
     texts = [prompt for prompt in prompts if isinstance(prompt, str)]
-    if trained.input_template and len(texts) < len(prompts):
-        return False
-    if not trained.chat_template and not trained.input_template:
-        return False
-    return not has_format(trained, tokenizer, texts)
+    if trained.chat_template:
+        is_possible = bool(tokenizer.chat_template)
+    else:
+        is_possible = bool(trained.input_template) and len(texts) == len(prompts)
+    return is_possible and not has_format(trained, tokenizer, texts)
 
 
 def follows_ending(
@@ -126,12 +119,7 @@ def has_format(
         _, _, after = rendered_question(tokenizer).partition(ANSWER)
         header = after.strip()  # header of the assistant turn
         marks = [header] if header else chat_marks(tokenizer)
-        if not marks:
-            return False
-        for text in texts:
-            if not all(mark in text for mark in marks):
-                return False
-        return True
+        return bool(marks) and all(all(map(text.__contains__, marks)) for text in texts)
     return bool(trained.input_template) and in_template(trained.input_template or "", texts)
 
 

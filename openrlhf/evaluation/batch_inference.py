@@ -38,8 +38,8 @@ from openrlhf.launch.identity import inference_identity
 from openrlhf.launch.prompt_data import (
     check_reward_formats,
     policy_tokenizer,
+    prompt_findings,
     prompts_of,
-    report_on_prompts,
     scorer_tokenizer,
 )
 from openrlhf.observability.recorder import Recorder
@@ -141,7 +141,7 @@ def read_rows(
         config, rows_of, tokenizer, rows, model=model, generates=config.samples_answers
     )
     if config.samples_answers:
-        report_on_prompts(config, [dataset], tokenizer, policy=path, flag=MODEL)
+        report(*prompt_findings(config, dataset, tokenizer, policy=path, flag=MODEL))
     else:
         used = TextFormat.of(dataset.data, tokenizer)
         record(tokenizer, used)

@@ -37,8 +37,8 @@ from openrlhf.launch.prompt_data import (
     check_reward_formats,
     check_reward_models,
     policy_tokenizer,
+    prompt_findings,
     read_prompts,
-    report_on_prompts,
     scorer_tokenizer,
 )
 from openrlhf.launch.reinforcement import show_prompts
@@ -190,7 +190,7 @@ def read_candidate(config: EvaluationConfig, section: Literal["model", "against"
         split=config.eval.split,
         max_samples=config.data.max_samples,
     )
-    report_on_prompts(config, [prompts], tokenizer, policy=path, flag=flag)
+    report(*prompt_findings(config, prompts, tokenizer, policy=path, flag=flag))
     return Candidate(path=path, tokenizer=tokenizer, prompts=prompts)
 
 

@@ -307,22 +307,29 @@ def load_rows(
             task.config, task.config.data, tokenizer, table, column=column, model=owner
         )
         task.config = replace(task.config, data=data)
-    rows = task.rows(table, tokenizer)
-    found = collect(
-        partial(task.look_at_rows, rows),
-        partial(look_at_first_rows, task, table, rows, tokenizer, column=column),
-        partial(look_at_borders, task.config, table),
-    )
-    report(*found)
-    if not config.eval.dataset:
-        return rows, None
-    held_out = load_datasets(
-        config.eval.dataset,
-        split=config.eval.split,
-        max_samples=ALL_ROWS,
-        seed=config.train.seed,
-    )
-    return rows, task.rows(held_out, tokenizer)
+    sets: list[Rows] = []
+
+    def read_training_rows() -> list[Finding]:
+        rows = task.rows(table, tokenizer)
+        sets.append(rows)
+        return collect(
+            partial(task.look_at_rows, rows),
+            partial(look_at_first_rows, task, table, rows, tokenizer, column=column),
+            partial(look_at_borders, task.config, table),
+        )
+
+    def read_evaluation_rows() -> None:
+        if config.eval.dataset:
+            held_out = load_datasets(
+                config.eval.dataset,
+                split=config.eval.split,
+                max_samples=ALL_ROWS,
+                seed=config.train.seed,
+            )
+            sets.append(task.rows(held_out, tokenizer))
+
+    report(*collect(read_training_rows, read_evaluation_rows))
+    return sets[0], sets[1] if config.eval.dataset else None
 
 
 def look_at_borders(config: SupervisedConfig, table: Table) -> list[Finding]:

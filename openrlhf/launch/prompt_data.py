@@ -64,22 +64,30 @@ def load_prompts(config: PPOConfig, *, started: str = "", follows: bool = True) 
         trained_model = policy
     rows_of = partial(PromptDataset, image_key=data.image_key)
     prompts = partial(read_prompts, config, rows_of, tokenizer, model=trained_model)
-    train = prompts(
-        data.prompt_dataset,
-        split=data.prompt_split,
-        probs=data.prompt_probs,
-        max_samples=data.max_samples,
-    )
-    read = [train]
-    held_out = None
-    if config.eval.dataset:
-        held_out = prompts(config.eval.dataset, split=config.eval.split, max_samples=ALL_ROWS)
-        read.append(held_out)
-    report_on_prompts(config, read, tokenizer, policy=path, flag=flag)
-    pretraining = None
-    if config.algo.ptx.dataset:
-        pretraining = load_pretraining_text(config, tokenizer)
-    return PromptData(tokenizer=tokenizer, train=train, eval=held_out, pretraining=pretraining)
+    read: dict[str, Any] = {"eval": None, "pretraining": None}
+
+    def read_training_prompts() -> list[Finding]:
+        read["train"] = prompts(
+            data.prompt_dataset,
+            split=data.prompt_split,
+            probs=data.prompt_probs,
+            max_samples=data.max_samples,
+        )
+        return prompt_findings(config, read["train"], tokenizer, policy=path, flag=flag)
+
+    def read_evaluation_prompts() -> list[Finding]:
+        if not config.eval.dataset:
+            return []
+        read["eval"] = prompts(config.eval.dataset, split=config.eval.split, max_samples=ALL_ROWS)
+        return check_prompts(config, read["eval"])
+
+    def read_pretraining_text() -> None:
+        if config.algo.ptx.dataset:
+            read["pretraining"] = load_pretraining_text(config, tokenizer)
+
+    found = collect(read_training_prompts, read_evaluation_prompts, read_pretraining_text)
+    report(*found)
+    return PromptData(tokenizer=tokenizer, **read)
 
 
 def policy_tokenizer(config: ModelCommand, path: str, *, flag: str) -> PreTrainedTokenizerBase:
@@ -191,21 +199,19 @@ def prompts_of(
     return rows_of(rows, tokenizer, data)
 
 
-def report_on_prompts(
+def prompt_findings(
     config: settings.SamplingCommand,
-    read: Sequence[PromptDataset],
+    prompts: PromptDataset,
     tokenizer: PreTrainedTokenizerBase,
     *,
     policy: str,
     flag: str,
-) -> None:
-    """Report findings about the prompts of all datasets and the texts of the first one.
-
-    Raises UserError if a finding is a failure.
-    """
-    checks = [partial(look_at_prompts, config, read[0], tokenizer, policy=policy, flag=flag)]
-    checks += [partial(check_prompts, config, prompts) for prompts in read]
-    report(*collect(*checks))
+) -> list[Finding]:
+    """Return all findings about prompts, and record their text format in the tokenizer."""
+    return collect(
+        partial(look_at_prompts, config, prompts, tokenizer, policy=policy, flag=flag),
+        partial(check_prompts, config, prompts),
+    )
 
 
 def look_at_prompts(

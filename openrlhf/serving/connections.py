@@ -15,15 +15,11 @@ def raise_connection_limit() -> int:
 
     Returns the number of connections that the resulting limit allows.
     """
-    wanted = MAX_CONNECTIONS + OTHER_OPEN_FILES
-    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-    if soft == resource.RLIM_INFINITY or soft >= wanted:
+    _, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
+    if hard == resource.RLIM_INFINITY:
         return MAX_CONNECTIONS
-    allowed = wanted
-    if hard != resource.RLIM_INFINITY:
-        allowed = min(wanted, hard)
-    resource.setrlimit(resource.RLIMIT_NOFILE, (allowed, hard))
-    return max(1, allowed - OTHER_OPEN_FILES)
+    return max(1, min(MAX_CONNECTIONS, hard - OTHER_OPEN_FILES))
 
 
 class Connection(H11Protocol):
@@ -36,19 +32,16 @@ class Connection(H11Protocol):
     """
 
     request_timeout_s: ClassVar[float] = 60.0
-    _deadline: asyncio.TimerHandle | None = None
-
-    @property
-    def waits_for_client(self) -> bool:
-        """False while a complete request is waiting for its response."""
-        request = self.cycle
-        return request is None or request.more_body or request.response_complete
+    deadline: asyncio.TimerHandle | None = None  # set while the connection waits for its client
 
     def connection_made(self, transport: Any) -> None:
         """Make room for the connection and start its timer."""
         limit = self.limit_concurrency
         if limit is not None and len(self.connections) + 1 >= limit:
-            self._make_room()
+            others: Any = self.connections
+            waiting = [other for other in others if other.deadline]
+            if waiting:
+                min(waiting, key=lambda other: other.deadline.when()).drop()
         super().connection_made(transport)
         self._set_deadline()
 
@@ -63,32 +56,24 @@ class Connection(H11Protocol):
         self._set_deadline()
 
     def on_response_complete(self) -> None:
-        """Start the timer for the next request, or for the rest of a request that was answered
-        early."""
+        """Start the timer for the next request, or for the rest of one answered early."""
         super().on_response_complete()
         self._set_deadline()
 
     def _set_deadline(self) -> None:
-        if not self.waits_for_client:
-            self._clear_deadline()
-        elif self._deadline is None and not self.transport.is_closing():
-            self._deadline = self.loop.call_later(self.request_timeout_s, self._drop)
+        request = self.cycle
+        if request and not request.more_body and not request.response_complete:
+            self._clear_deadline()  # a complete request waits for its response
+        elif self.deadline is None and not self.transport.is_closing():
+            self.deadline = self.loop.call_later(self.request_timeout_s, self.drop)
 
     def _clear_deadline(self) -> None:
-        if self._deadline is not None:
-            self._deadline.cancel()
-            self._deadline = None
+        if self.deadline:
+            self.deadline.cancel()
+            self.deadline = None
 
-    def _make_room(self) -> None:
-        deadlines: dict[Connection, float] = {}
-        for other in self.connections:
-            if isinstance(other, Connection) and other._deadline is not None:
-                deadlines[other] = other._deadline.when()
-        if deadlines:
-            waits_longest = min(deadlines, key=deadlines.__getitem__)
-            waits_longest._drop()
-
-    def _drop(self) -> None:
+    def drop(self) -> None:
+        """Close the connection without a response."""
         self._clear_deadline()
         self.connections.discard(self)
         self.transport.abort()

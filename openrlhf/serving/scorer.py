@@ -28,28 +28,20 @@ def tokenize_texts(
     """
     limit = most_characters(max_len)
     end = str(tokenizer.eos_token)
-
-    def shorten(text: str) -> str:
-        if len(text) <= limit or not keep_start:
-            return text[-limit:]
-        beginning = text[:limit].removesuffix(end)
-        if text.endswith(end):
-            return beginning + end
-        return beginning
-
-    def cut(tokens: list[int]) -> list[int]:
-        if len(tokens) <= max_len or not keep_start:
-            return tokens[-max_len:]
-        kept = tokens[:max_len]
-        if tokens[-1] == tokenizer.eos_token_id:
-            kept[-1] = tokens[-1]
-        return kept
-
-    shortened = [shorten(text) for text in texts]
+    shortened: list[str] = []
+    for text in texts:
+        if len(text) > limit:
+            ending = end if text.endswith(end) else ""
+            text = text[:limit].removesuffix(end) + ending if keep_start else text[-limit:]
+        shortened.append(text)
+    tokenizer.truncation_side = "right" if keep_start else "left"
     encoded = tokenizer(
-        shortened, add_special_tokens=False, return_attention_mask=False, verbose=False
+        shortened, add_special_tokens=False, truncation=True, max_length=max_len, verbose=False
     )
-    return [cut(tokens) for tokens in encoded["input_ids"]]
+    for text, tokens in zip(shortened, encoded["input_ids"], strict=True):
+        if text.endswith(end):
+            tokens[-1] = tokenizer.eos_token_id
+    return encoded["input_ids"]
 
 
 def score_texts(

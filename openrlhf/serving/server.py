@@ -3,7 +3,7 @@
 import asyncio
 import math
 import socket
-from collections.abc import AsyncIterator, Callable, Iterator, Sequence
+from collections.abc import AsyncIterator, Callable
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import asynccontextmanager
 from functools import partial
@@ -22,7 +22,7 @@ from openrlhf.serving.batcher import Batcher, Texts
 from openrlhf.serving.connections import MAX_CONNECTIONS, Connection, raise_connection_limit
 from openrlhf.serving.scorer import load_scorer
 
-PIECE_CHARACTERS = 1 << 18  # characters tokenized before another request gets its turn
+PIECE_TEXTS = 4  # number of texts tokenized before another request gets its turn
 SHUTDOWN_TIMEOUT_S = 10  # time for requests in progress when the server stops
 EXAMPLE = '{"query": ["prompt and response"]}'
 
@@ -49,9 +49,7 @@ def run_server(config: ServeConfig) -> None:
         limit_concurrency=raise_connection_limit(),
         timeout_graceful_shutdown=SHUTDOWN_TIMEOUT_S,
     )
-    host = config.host
-    if ":" in host:
-        host = f"[{host}]"
+    host = f"[{config.host}]" if ":" in config.host else config.host
     url = f"http://{host}:{listener.getsockname()[1]}/get_reward"
     say(f"serving {config.reward.model_name_or_path} at {url}")
     uvicorn.Server(settings).run(sockets=[listener])
@@ -62,9 +60,7 @@ def listen(host: str, port: int) -> socket.socket:
 
     The socket is opened before the model is loaded, so early clients wait instead of failing.
     """
-    family = socket.AF_INET
-    if ":" in host:
-        family = socket.AF_INET6
+    family = socket.AF_INET6 if ":" in host else socket.AF_INET
     try:
         return socket.create_server((host, port), family=family, backlog=MAX_CONNECTIONS)
     except OSError as error:
@@ -92,9 +88,7 @@ def reward_app(
 
     app = FastAPI(lifespan=lifespan, openapi_url=None)
 
-    @app.exception_handler(ClientDisconnect)
-    async def client_disconnected(_: Request, error: Exception) -> Response:
-        return Response(status_code=400)
+    app.add_exception_handler(ClientDisconnect, lambda _, error: Response(status_code=400))
 
     @app.get("/health")
     async def health() -> dict[str, str]:
@@ -107,8 +101,8 @@ def reward_app(
         query = await in_thread(partial(read_query, body, max_texts=max_texts))
         texts: Texts = []
         # Each piece queues for the thread separately, so that requests alternate.
-        for piece in pieces_of(query):
-            texts += await in_thread(tokenize, piece)
+        for start in range(0, len(query), PIECE_TEXTS):
+            texts += await in_thread(tokenize, query[start : start + PIECE_TEXTS])
         if [] in texts:
             raise _unprocessable(f"query.{texts.index([])}: The text has no tokens to score")
         try:
@@ -163,21 +157,6 @@ def read_query(body: bytes, *, max_texts: int) -> list[str]:
             f"query has {len(query)} texts; at most {max_texts} are allowed (--max_request_texts).",
         )
     return query
-
-
-def pieces_of(texts: Sequence[str]) -> Iterator[list[str]]:
-    """Yield lists of consecutive texts with at most PIECE_CHARACTERS characters, or a single
-    text."""
-    piece: list[str] = []
-    characters = 0
-    for text in texts:
-        if piece and characters + len(text) > PIECE_CHARACTERS:
-            yield piece
-            piece = []
-            characters = 0
-        piece.append(text)
-        characters += len(text)
-    yield piece
 
 
 def _unprocessable(problem: str) -> HTTPException:

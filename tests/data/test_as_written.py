@@ -39,7 +39,7 @@ AS_JSON = "{{ tools | tojson }}{% for message in messages %}{{ message | tojson 
 def test_broken_json_is_rejected_with_line_column_and_reason(tmp_path: Path) -> None:
     file = tmp_path / "broken.jsonl"
     file.write_text('{"input": "a"}\n{"input": "a\tb"}\n{"input": "c"}\n')
-    expected = r"line 2: .*control character, at column 13\."
+    expected = r"line 2: .*column 13: .*control character\."
     with pytest.raises(DataError, match=expected) as caught:
         load_datasets(str(file), split="train", max_samples=10, seed=0)
     assert "at, at" not in str(caught.value)

@@ -435,7 +435,7 @@ def test_error_for_a_malformed_message_names_row_and_message() -> None:
 
 
 def test_chat_without_an_answer_is_rejected_if_the_answer_is_scored() -> None:
-    with pytest.raises(DataError, match="row 1, column 'chosen': the last message is not the assi"):
+    with pytest.raises(DataError, match="row 1, column 'chosen': the last message is not from"):
         chat([{"chosen": [user("a")], "rejected": [user("b")]}], needs_prompt=True)
 
 

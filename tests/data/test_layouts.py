@@ -372,7 +372,7 @@ def test_tied_comparisons_are_dropped_and_counted(capsys: pytest.CaptureFixture[
     assert pairs.summary == "1 of 3 pairs kept, dropped 2 that are ties."
     row = next(row for row, _ in PAIRS if "score_0" in row)
     data, _ = recognised(row, "rm", capsys)
-    with pytest.raises(DataError, match="row 2, column 'score_1': is null, not a number"):
+    with pytest.raises(DataError, match="row 2, column 'score_1': is None, not a finite number"):
         PreferenceDataset(Dataset.from_list([row, {**row, "score_1": None}]), tokenizer, data)
 
 

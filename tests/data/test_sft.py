@@ -371,22 +371,22 @@ def test_row_without_a_target_turn_is_dropped_and_counted() -> None:
         (
             [user("a") | {"loss": True}, said("ok")],
             True,
-            "message 0, of the user, has loss True: true or 1 is for turns of",
+            r"message 0 \(user\) has loss True: ",
         ),
         (
             [user("a"), said("ok", weight=0.5)],
             True,
-            "message 1, of the assistant, has weight 0.5: true or 1",
+            r"message 1 \(assistant\) has weight 0.5: ",
         ),
         (
             [user("a"), said("ok", loss="yes")],
             True,
-            "message 1, of the assistant, has loss 'yes': true or 1",
+            r"message 1 \(assistant\) has loss 'yes': ",
         ),
         (
             [user("a"), said("ok", loss=False)],
             False,
-            "message 1, of the assistant, has loss False: only --data.multiturn",
+            r"message 1 \(assistant\) has loss False: .*--data\.multiturn",
         ),
     ],
 )
@@ -502,7 +502,7 @@ def test_chat_without_an_answer_is_dropped() -> None:
     kept = dataset(rows, build_tokenizer(PLAIN_CHAT), apply_chat_template=True)
     assert kept.summary == (
         "1 of 4 rows kept, dropped 1 with an empty prompt, 1 with an empty response, "
-        "1 without an assistant message."
+        "1 without a turn to train on."
     )
 
 
@@ -547,13 +547,13 @@ def test_error_for_a_column_that_differs_in_spaces_or_capitals_suggests_the_flag
 
 
 @pytest.mark.parametrize("rest", [{}, {"version": "1.1"}])
-def test_error_for_rows_nested_under_a_json_key_names_the_key(tmp_path: Path, rest: Any) -> None:
+def test_error_for_rows_nested_under_a_json_key_suggests_a_separate_file(
+    tmp_path: Path, rest: Any
+) -> None:
     path = tmp_path / "rows.json"
     path.write_text(json.dumps({**rest, "data": [{"input": "a", "output": "b"}] * 3}))
     rows = load_datasets(str(path), split="train", max_samples=10, seed=0)
-    with pytest.raises(
-        DataError, match=r"rows\.json has no column 'input'.*one level down.*'data'"
-    ):
+    with pytest.raises(DataError, match=r"rows\.json has no column 'input'.*'data'.*one row"):
         SFTDataset(rows, build_tokenizer(), SFTDataConfig(max_len=64, output_key="output"))
 
 

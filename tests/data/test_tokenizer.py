@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 from pathlib import Path
 
 import pytest
@@ -71,30 +70,6 @@ def test_error_for_a_missing_folder_names_the_flag_and_the_path() -> None:
 def test_error_for_an_unreachable_hub_name_names_the_flag() -> None:
     with pytest.raises(DataError, match=r"--actor\.model_name_or_path 'nobody/nothing'"):
         get_tokenizer("nobody/nothing", flag="--actor.model_name_or_path")
-
-
-def test_missing_folder_is_reported_with_existing_folders_before_the_hub_is_used(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    (tmp_path / "runs" / "model").mkdir(parents=True)
-    monkeypatch.chdir(tmp_path)
-    with pytest.raises(DataError):
-        get_tokenizer("runs/modle", flag="--actor.model_name_or_path")
-    seen = capsys.readouterr().err
-    assert "[notice] --actor.model_name_or_path: " in seen
-    assert "'runs/modle'" in seen and "('runs' has model)" in seen
-
-
-def test_unreadable_parent_folder_does_not_cause_a_traceback(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    def denied(path: str) -> None:
-        raise PermissionError(13, "Permission denied", path)
-
-    monkeypatch.setattr(os, "scandir", denied)
-    monkeypatch.setattr(os, "access", lambda path, mode: False)
-    with pytest.raises(DataError, match=f"--model.model_name_or_path '{tmp_path}/m'"):
-        get_tokenizer(f"{tmp_path}/m")
 
 
 def test_model_without_tokenizer_files_is_rejected(tmp_path: Path) -> None:

@@ -105,6 +105,17 @@ def test_prompt_that_leaves_no_room_for_an_answer_is_rejected(tmp_path: Path, se
         load_prompts(config)
 
 
+def test_problems_of_all_datasets_are_reported_together(tmp_path: Path) -> None:
+    held_out = tmp_path / "held_out.jsonl"
+    held_out.write_text(json.dumps({"question": "1", "label": "2"}) + "\n")
+    flags = {"eval.dataset": str(held_out), "data.input_key": "input"}
+    config = config_with_prompts(tmp_path, [4, 31, 0], **flags)
+    with pytest.raises(CheckError) as caught:
+        load_prompts(config)
+    assert "rows.jsonl, row 3, column 'input': is an empty prompt" in str(caught.value)
+    assert "held_out.jsonl has no column 'input'" in str(caught.value)
+
+
 def test_missing_labels_error_names_first_row(
     tmp_path: Path,
 ) -> None:
