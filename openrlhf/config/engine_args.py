@@ -11,10 +11,9 @@ from openrlhf.config import machine
 from openrlhf.config.flags import flags_of, tables
 from openrlhf.config.rollout import RolloutConfig, VLLMConfig
 
-TABLES = tables(__file__)
-# The flag that sets each vLLM argument.
-FLAGS = TABLES["flags"] | {name: f"vllm.{name}" for name in flags_of(VLLMConfig)}
-REASONS = TABLES["reasons"]  # why an argument may not be set, by name pattern
+# What to do instead of setting an argument, or why it may not be set, by name pattern.
+REFUSED = {name: f"use --vllm.{name}" for name in flags_of(VLLMConfig)}
+REFUSED |= tables(__file__)["refused"]
 # Quantization methods that vLLM applies itself when it receives new weights.
 ROUNDED = ("fp8", "fp8_per_tensor", "fp8_per_channel", "fp8_per_block")
 LOOKED_UP = ("ngram", "ngram_gpu")  # speculative decoding methods that need no draft model
@@ -47,27 +46,21 @@ def engine_args_violations(vllm: VLLMConfig, rollout: RolloutConfig, longest: in
             "<vllm.quantization> is not supported for published weights on this machine: use "
             f"{' or '.join(roundings)}."
         )
-    owned = [f"{name} (use --{FLAGS[name]})" for name in extra if name in FLAGS]
-    if owned:
-        yield f"--vllm.engine_args sets arguments that have their own flags: {', '.join(owned)}."
-    refused: list[str] = []
     for name in extra:
-        for pattern, why in REASONS.items():
+        for pattern, why in REFUSED.items():
             if fnmatch(name, pattern):
-                refused.append(f"{name}, because {why}")
-    if refused:
-        yield f"--vllm.engine_args may not set {'; nor '.join(refused)}."
+                yield f"--vllm.engine_args may not set {name}: {why}."
     yield from _drafting_violations(drafting(extra), seeded=rollout.seeded == "on")
-    if rollout.seeded == "on" and not machine.count_gpus() and _prefills_in_parts(extra, longest):
+    # vLLM rewinds the random generator of a sample, which a CPU generator cannot do.
+    if rollout.seeded == "on" and not machine.count_gpus() and _prefills_in_chunks(extra, longest):
         yield (
-            "--vllm.engine_args: with chunked prefill, vLLM rewinds the random generator of a "
-            "seeded sample. CPU generators cannot be rewound, so the engine would crash. Leave "
-            "out enable_chunked_prefill, set max_num_batched_tokens to at least <data.max_len>, "
-            "or use --rollout.seeded off."
+            "--vllm.engine_args: CPUs cannot combine chunked prefill with seeded samples. Leave "
+            "out enable_chunked_prefill, set max_num_batched_tokens to at least <data.max_len>, or "
+            "use --rollout.seeded off."
         )
 
 
-def _prefills_in_parts(extra: Mapping[str, Any], longest: int) -> bool:
+def _prefills_in_chunks(extra: Mapping[str, Any], longest: int) -> bool:
     budget = extra.get("max_num_batched_tokens", longest)
     return bool(extra.get("enable_chunked_prefill")) or (
         isinstance(budget, int) and budget < longest

@@ -134,37 +134,25 @@ class EvaluationConfig(EngineCommand, RecordedCommand):
         """Yield violations in the other answers and in how the better answer is determined."""
         against, judge = self.against, self.judge
         reward, agent = self.reward, self.train.agent_func_path
-        if not against.model_name_or_path and not against.answer_key:
-            yield (
-                "<task> needs other answers to compare with: set --against.model_name_or_path, or "
-                "set their dataset column with --against.answer_key."
-            )
-        if against.model_name_or_path and against.answer_key:
+        if bool(against.model_name_or_path) == bool(against.answer_key):
             yield (
                 "<task> compares with one other source of answers: set either "
-                "--against.model_name_or_path or --against.answer_key, not both."
+                "--against.model_name_or_path, or their dataset column with --against.answer_key."
             )
-        is_rewarded = sampling_rules.is_rewarded(reward, agent)
-        if judge.url and is_rewarded:
+        if bool(judge.url) == sampling_rules.is_rewarded(reward, agent):
             yield (
-                "<task> needs exactly one way to decide which answer is better: set either "
-                "<judge.url> or rewards, not both."
-            )
-        if not judge.url and not is_rewarded:
-            yield (
-                "<task> has no way to decide which answer is better: set --judge.url, or one or "
-                "more of --reward.remote_url, --reward.verifier, --reward.model_name_or_path and "
-                "--reward.process_model."
+                "<task> needs one way to decide which answer is better: set either --judge.url, or "
+                "one or more rewards with --reward.*."
             )
         if agent and against.answer_key:
             yield (
-                "<against.answer_key> is a column of answers that the agent cannot reward: "
-                "compare with --against.model_name_or_path, or leave out --train.agent_func_path."
+                "<against.answer_key> is a column of answers that the agent cannot reward: compare "
+                "with --against.model_name_or_path, or leave out --train.agent_func_path."
             )
         if judge.url and reward.on_error not in ("fail", "drop"):
             yield (
-                "<reward.on_error> is a reward, which cannot replace a verdict of <judge.url>: "
-                "use fail or drop."
+                "<reward.on_error> is a reward, which cannot replace a verdict of <judge.url>: use "
+                "fail or drop."
             )
         if judge.url and not judge.model:
             yield "<judge.url> may serve several models: choose one with --judge.model."

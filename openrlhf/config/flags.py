@@ -12,6 +12,7 @@ import os.path
 import re
 import tomllib
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from contextlib import suppress
 from copy import copy
 from dataclasses import dataclass, field, fields, is_dataclass, replace
 from functools import cache
@@ -344,12 +345,8 @@ def _unknown_choice(flag: Flag, value: Any, choices: Collection[str]) -> str:
 def _json_object(flag: Flag, raw: Any) -> dict[str, Any]:
     value = raw
     if isinstance(raw, str):
-        try:
+        with suppress(json.JSONDecodeError):
             value = json.loads(raw)
-        except json.JSONDecodeError as error:
-            raise ConfigError(
-                f"{flag.name} takes a JSON object, but {raw!r} is not JSON: {error}."
-            ) from None
     if not isinstance(value, dict):
         raise ConfigError(f'{flag.name} takes a JSON object, such as {{"name": 1}}, not {raw!r}.')
     return cast("dict[str, Any]", value)
@@ -388,32 +385,28 @@ def tables(module: str) -> dict[str, dict[str, str]]:
     return inverted
 
 
-def nearest(name: str, known: Collection[str]) -> list[str]:
-    """Return at most two known names that a user may have meant.
+def nearest(name: str, known: Iterable[str]) -> list[str]:
+    """Return at most two known names that a user may have meant, the most similar first.
 
-    If the name's section has similar names, only those are returned. Otherwise, names with the same
-    last part come first, then similar names.
+    Names are compared as a whole and by their last parts, one of which may be part of the other.
     """
-    section, _, leaf = name.rpartition(".")
-    if section:
-        neighbors = [path for path in known if path.rpartition(".")[0] == section]
-        misspelled = difflib.get_close_matches(name, neighbors, n=2, cutoff=0.9)
-        if misspelled:
-            return misspelled
-    leaves = {path: path.rpartition(".")[2] for path in known}
-    same_leaf = [path for path in known if leaves[path] == leaf]
-    if not same_leaf and len(leaf) > 3:
-        same_leaf = [path for path in known if leaves[path].startswith(leaf)]
-    same_leaf = difflib.get_close_matches(name, same_leaf, n=2, cutoff=0.0)
-    close_leaves = difflib.get_close_matches(leaf, leaves.values(), n=2, cutoff=0.8)
-    similar_leaf = [path for path in known if leaves[path] in close_leaves]
-    shorter_leaf = [path for path in known if leaf.endswith(f"_{leaves[path]}")]
     cutoff = 0.7
     if len(name) < 5:  # short names share few letters, for example dop and dpo
         cutoff = 0.6
-    similar_name = difflib.get_close_matches(name, known, n=2, cutoff=cutoff)
-    by_preference = [*same_leaf, *similar_leaf, *shorter_leaf, *similar_name]
-    return list(dict.fromkeys(by_preference))[:2]
+    leaf = name.rpartition(".")[2]
+    likeness: dict[str, float] = {}
+    for path in known:
+        known_leaf = path.rpartition(".")[2]
+        whole, last = _similarity(name, path), _similarity(leaf, known_leaf)
+        if len(leaf) > 3 and (known_leaf.startswith(leaf) or leaf.endswith(f"_{known_leaf}")):
+            last = max(last, 0.9)
+        if whole >= cutoff or last >= 0.8:
+            likeness[path] = whole + last
+    return sorted(likeness, key=likeness.__getitem__, reverse=True)[:2]
+
+
+def _similarity(one: str, other: str) -> float:
+    return difflib.SequenceMatcher(None, one, other).ratio()
 
 
 def did_you_mean(names: Collection[str]) -> str:
@@ -424,24 +417,19 @@ def did_you_mean(names: Collection[str]) -> str:
 
 
 def value_violations(config: Any) -> Iterator[str]:
-    """Yield a sentence for each required flag that is not set and each number out of bounds."""
+    """Yield a sentence for each required flag that is not set and each value out of bounds."""
     for flag, resolved in flags_in(config):
         value = resolved
         if flag.default is None:
             value = config.given.get(flag.path)  # check the user's value, not the derived one
         if flag.required and value in (None, ""):
             yield f"{flag.name} is required. {flag.help}"
-        yield from _bound_violations(flag, value)
-
-
-def _bound_violations(flag: Flag, value: Any) -> Iterator[str]:
-    """Yield a sentence about the first number in a value that is out of bounds, if any."""
-    numbers: tuple[Any, ...] = (value,)
-    if isinstance(value, tuple):
-        numbers = cast("tuple[Any, ...]", value)
-    for number in numbers:
-        if isinstance(number, (int, float)) and not flag.allows(number):
-            words = [f"{BOUNDS[name].words} {limit:g}" for name, limit in flag.limits.items()]
-            bounds = " and ".join(words) or "a number"
-            yield f"{flag.name} is {number}, but it must be {bounds}."
-            return
+        numbers: tuple[Any, ...] = (value,)
+        if isinstance(value, tuple):
+            numbers = cast("tuple[Any, ...]", value)
+        for number in numbers:
+            if isinstance(number, (int, float)) and not flag.allows(number):
+                words = [f"{BOUNDS[name].words} {limit:g}" for name, limit in flag.limits.items()]
+                bounds = " and ".join(words) or "a number"
+                yield f"{flag.name} is {number}, but it must be {bounds}."
+                break

@@ -14,10 +14,9 @@ from openrlhf.config.unsupported import refused_flags
 WIDTH, INDENT = 100, 32
 WIDEST_CHOICES = 60
 FOOTER = """
---help all lists every flag. --help WORD lists flags with this word in name, description or choices.
---help_json prints a JSON schema of all flags.
-Unique prefixes of a flag and the flat names of older releases are accepted. The file of --config
-takes precedence over the defaults, and flags take precedence over the file."""
+--help all: every flag. --help WORD: flags with this word in name, description or choices.
+--help_json: a JSON schema. Unique prefixes and flat names of older releases are accepted.
+Flags override --config, which overrides defaults."""
 
 
 def _program(command: str) -> str:

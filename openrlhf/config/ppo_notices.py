@@ -11,12 +11,15 @@ LARGE_CLIP_OF_SEQUENCES = 0.01  # sequence-level ratios stay close to 1
 
 def notices(config: RLFlags) -> Iterator[str]:
     """Yield all notices about an RL configuration."""
-    yield from step_notices(config)
-    yield from loss_notices(config)
-    yield from kl_notices(config)
-    yield from reward_notices(config)
-    yield from engine_notices(config)
-    yield from staleness_notices(config)
+    for topic in (
+        step_notices,
+        loss_notices,
+        kl_notices,
+        reward_notices,
+        engine_notices,
+        staleness_notices,
+    ):
+        yield from topic(config)
 
 
 def step_notices(config: RLFlags) -> Iterator[str]:
@@ -59,21 +62,12 @@ def loss_notices(config: RLFlags) -> Iterator[str]:
 def kl_notices(config: RLFlags) -> Iterator[str]:
     """Yield notices about unusual KL settings."""
     kl, train = config.algo.kl, config.train
-    place = "reward"
+    term = "reward"
     if kl.use_loss:
-        place = "loss"
-    fitting = [name for name, traits in choices.KL_ESTIMATORS.items() if place in traits.terms]
+        term = "loss"
+    fitting = [name for name, traits in choices.KL_ESTIMATORS.items() if term in traits.terms]
     if kl.init_coef and kl.estimator not in fitting:
-        if kl.use_loss:
-            yield (
-                "<algo.kl.estimator> has a zero expected gradient as a loss: with "
-                f"--algo.kl.use_loss, use {' or '.join(fitting)}."
-            )
-        else:
-            yield (
-                "<algo.kl.estimator> is meant for --algo.kl.use_loss: in the rewards, use "
-                f"{' or '.join(fitting)}."
-            )
+        yield (f"<algo.kl.estimator> does not suit a KL in the {term}: use {' or '.join(fitting)}.")
     if kl.stop_update and config.samples * train.max_epochs <= train.batch_size:
         yield (
             "--algo.kl.stop_update has no effect: each batch is trained on in one optimizer step, "

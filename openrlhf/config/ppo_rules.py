@@ -30,17 +30,21 @@ def correction_preset(config: RLFlags) -> dict[str, Any]:
 
 def violations(config: RLFlags) -> Iterator[str]:
     """Yield every violation in an RL configuration."""
+    rules = (
+        reward_violations,
+        estimator_violations,
+        loss_violations,
+        range_violations,
+        correction_violations,
+        adapter_violations,
+        async_violations,
+        rollout_violations,
+        batch_violations,
+        device_violations,
+    )
     yield from training_rules.router_violations(config.actor, "actor")
-    yield from reward_violations(config)
-    yield from estimator_violations(config)
-    yield from loss_violations(config)
-    yield from range_violations(config)
-    yield from correction_violations(config)
-    yield from adapter_violations(config)
-    yield from async_violations(config)
-    yield from rollout_violations(config)
-    yield from batch_violations(config)
-    yield from device_violations(config)
+    for rule in rules:
+        yield from rule(config)
 
 
 def reward_violations(config: RLFlags) -> Iterator[str]:
@@ -52,16 +56,11 @@ def reward_violations(config: RLFlags) -> Iterator[str]:
     yield from sampling_rules.reward_violations(reward, agent)
     if config.data.layout == "columns":
         yield from sampling_rules.label_violations(reward, config.data.label_key)
-    if teacher.teacher and not teacher.coef:
-        yield (
-            "With <algo.distill.coef>, --algo.distill.teacher has no effect: raise the "
-            "coefficient or leave out both flags."
-        )
     if config.remote_teacher and config.rollout.temperature != 1:
         yield (
             "<rollout.temperature> cannot be combined with the server <algo.distill.teacher>, "
-            "which returns log-probabilities only at temperature 1: use 1, or load the teacher in "
-            "this run with --algo.distill.teacher PATH."
+            "which returns log-probabilities only at temperature 1: use 1, or load the teacher "
+            "with --algo.distill.teacher PATH."
         )
     longest = config.rollout.max_new_tokens or config.data.max_len
     if reward.overlong_buffer_len and reward.overlong_buffer_len > longest:
@@ -95,14 +94,17 @@ def loss_violations(config: RLFlags) -> Iterator[str]:
             "<actor.dual_clip> cannot be combined with --actor.policy_loss_type cispo, which "
             "already bounds every weight: leave it out."
         )
-    if config.algo.ptx.dataset and not config.algo.ptx.coef:
-        yield (
-            "With <algo.ptx.coef>, --algo.ptx.dataset has no effect: raise the coefficient or "
-            "leave out both flags."
-        )
-    limits = {"target": kl.target, "stop_run": kl.stop_run}
-    for name, limit in limits.items():
-        if limit and not kl.init_coef:
+    for source, coef in (
+        ("algo.distill.teacher", "algo.distill.coef"),
+        ("algo.ptx.dataset", "algo.ptx.coef"),
+    ):
+        if value_at(config, source) and not value_at(config, coef):
+            yield (
+                f"With <{coef}>, --{source} has no effect: raise the coefficient or leave out both "
+                "flags."
+            )
+    for name in ("target", "stop_run"):
+        if value_at(kl, name) and not kl.init_coef:
             yield (
                 f"<algo.kl.{name}> needs the KL to the reference, but with --algo.kl.init_coef 0 "
                 "no reference is loaded: use a coefficient above 0."
@@ -130,14 +132,13 @@ def correction_violations(config: RLFlags) -> Iterator[str]:
         yield f"The correction is incomplete: also set {' and '.join(missing)}."
     if not config.algo.advantage.is_correction_enable:
         return
-    for path, value in correction_preset(config).items():
-        if value_at(config, path) != value:
-            yield (
-                "--algo.advantage.is_correction_enable selects the preset "
-                "<algo.advantage.is_correction_type>, but --algo.correction.* sets different "
-                "values: use only one of them."
-            )
-            return
+    preset = correction_preset(config)
+    if any(value_at(config, path) != value for path, value in preset.items()):
+        yield (
+            "--algo.advantage.is_correction_enable selects the preset "
+            "<algo.advantage.is_correction_type>, but --algo.correction.* sets different values: "
+            "use only one of them."
+        )
 
 
 def adapter_violations(config: RLFlags) -> Iterator[str]:
@@ -176,14 +177,8 @@ def async_violations(config: RLFlags) -> Iterator[str]:
             "--vllm.enable_sleep frees devices between rollouts, but with --train.async_enable "
             "engines never pause: leave it out."
         )
-    rollout = config.rollout
-    stepwise = {
-        "only": rollout.only,
-        "dump_dir": rollout.dump_dir,
-        "replay_dir": rollout.replay_dir,
-    }
-    for name, value in stepwise.items():
-        if value:
+    for name in ("only", "dump_dir", "replay_dir"):
+        if value_at(config.rollout, name):
             yield (
                 f"<rollout.{name}> cannot be combined with --train.async_enable: leave out one of "
                 "them."
@@ -260,35 +255,29 @@ def device_violations(config: RLFlags) -> Iterator[str]:
 
 def _shared_device_violations(config: RLFlags) -> Iterator[str]:
     """Yield a violation if roles that share devices do not have the same number of processes."""
-    train = config.train
-    groups = {
-        "actor": config.actor,
-        "ref": config.ref,
-        "critic": config.critic,
-        "reward": config.reward,
+    exists = {
+        "actor": True,
+        "ref": config.has_frozen_policy,
+        "critic": config.estimator.needs_critic,
+        "reward": bool(config.reward.models),
     }
-    sizes = {role: (group.num_nodes, group.num_gpus_per_node) for role, group in groups.items()}
-    used = ["actor"]
-    if config.has_frozen_policy:
-        used.append("ref")
-    if config.estimator.needs_critic:
-        used.append("critic")
-    if config.reward.models:
-        used.append("reward")
-    switches = {
-        "colocate_all": train.colocate_all,
-        "colocate_actor_ref": train.colocate_actor_ref,
-        "colocate_critic_reward": train.colocate_critic_reward,
-    }
-    flags = [f"--train.{name}" for name, is_on in switches.items() if is_on]
-    for roles in train.colocated:
-        sharing = [role for role in roles if role in used]
+    switches = ("colocate_all", "colocate_actor_ref", "colocate_critic_reward")
+    flags = [f"--train.{name}" for name in switches if value_at(config.train, name)]
+    for roles in config.train.colocated:
+        sharing = [role for role in roles if exists.get(role)]
         for other in sharing[1:]:
             first = sharing[0]
-            if sizes[other] != sizes[first]:
+            sizes = [
+                (
+                    value_at(config, f"{role}.num_nodes"),
+                    value_at(config, f"{role}.num_gpus_per_node"),
+                )
+                for role in (first, other)
+            ]
+            if sizes[0] != sizes[1]:
                 yield (
-                    f"{' and '.join(flags)} requires equal sizes, but they are "
-                    f"<{first}.num_nodes> <{first}.num_gpus_per_node> and <{other}.num_nodes> "
+                    f"{' and '.join(flags)} requires equal sizes, but they are <{first}.num_nodes> "
+                    f"<{first}.num_gpus_per_node> and <{other}.num_nodes> "
                     f"<{other}.num_gpus_per_node>."
                 )
                 return
@@ -296,14 +285,11 @@ def _shared_device_violations(config: RLFlags) -> Iterator[str]:
 
 def _hybrid_violations(config: RLFlags) -> Iterator[str]:
     """Yield a violation if engines do not fit on the devices of the models."""
-    vllm, devices = config.vllm, config.vllm.devices
-    if vllm.num_engines * devices > config.actor_ranks:
-        engines = "<vllm.num_engines> x <vllm.tensor_parallel_size>"
-        if vllm.pipeline_parallel_size > 1:
-            engines += " x <vllm.pipeline_parallel_size>"
+    devices = max(1, config.vllm.devices)
+    if config.vllm.num_engines * devices > config.actor_ranks:
         yield (
-            f"--train.colocate_all places the engines on the devices of the models, but {engines} "
-            f"= {vllm.num_engines * devices} exceeds <actor.num_nodes> x "
+            "--train.colocate_all places the engines on the devices of the models, but "
+            f"<vllm.num_engines> with {devices} device(s) each exceeds <actor.num_nodes> x "
             f"<actor.num_gpus_per_node> = {config.actor_ranks}. Lower --vllm.num_engines."
         )
     if config.actor.num_gpus_per_node % devices:
@@ -316,17 +302,14 @@ def _hybrid_violations(config: RLFlags) -> Iterator[str]:
 
 def _placement_violations(config: RLFlags) -> Iterator[str]:
     """Yield violations in Ray resources and in a declared cluster."""
-    wrong: list[str] = []
     for role in ("actor", "ref", "critic", "reward", "vllm"):
         for name, amount in config.placement.wants([role]).items():
             is_amount = isinstance(amount, int | float) and amount > 0
             if not is_amount and not isinstance(amount, str):
-                wrong.append(f"{name} of {role} is {amount!r}")
-    if wrong:
-        yield (
-            f"--placement.*.resources: {', '.join(wrong)}; pass a number above 0 for a Ray "
-            "resource, or a string for a label."
-        )
+                yield (
+                    f"--placement.{role}.resources: {name} is {amount!r}; pass a number above 0 "
+                    "for a Ray resource, or a string for a label."
+                )
     cluster = config.placement.cluster
     if cluster and not config.dry_run:
         yield "<placement.cluster> plans for a different cluster and requires --dry_run."

@@ -6,7 +6,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, ClassVar
 
 from openrlhf.config import machine
-from openrlhf.config.flags import Section, Unused, derived, items, option, required
+from openrlhf.config.flags import Section, Unused, derived, items, option, required, value_at
 
 # Requirements of flags, as worded in notices.
 AGENT = "--train.agent_func_path"
@@ -147,9 +147,8 @@ class RuleConfig(Section):
     )
     verifier: str | None = option(
         None,
-        "Built-in check of a response. The label is the answer for math, tests as JSON for code, "
-        "a regular expression for format (without one: <think> once, then an answer), and a "
-        "number of words for length, such as 200 or 100-200.",
+        "Built-in check of a response. Labels for math: the answer; code: tests as JSON; format: a "
+        "regular expression (none: <think> once, then an answer); length: words, such as 100-200.",
         choices=("math", "code", "format", "length"),
     )
     batch: bool = option(False, "Call the function once per group of samples.", needs="remote_url")
@@ -306,16 +305,9 @@ class PlacementConfig(Section):
         resources: dict[str, Any] = {}
         if self.cluster:
             return resources
-        sections = {
-            "actor": self.actor,
-            "critic": self.critic,
-            "ref": self.ref,
-            "teacher": self.ref,
-            "reward": self.reward,
-            "vllm": self.vllm,
-        }
         for role in roles:
-            resources |= sections[role].resources
+            section = role.replace("teacher", "ref")
+            resources |= value_at(self, section).resources
         return resources
 
     def unused(self) -> Iterator[Unused]:

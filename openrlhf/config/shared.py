@@ -54,9 +54,9 @@ class CheckpointConfig(Section):
     load_enable: bool = option(False, "Resume from the newest complete checkpoint.")
     best_metric_key: str = option(
         "",
-        "Evaluation metric of the best checkpoint. Lower is better if its name ends in loss, "
-        "truncated_rate or failed_episodes. none: keep no best checkpoint; empty: the first "
-        "*_pass1 metric in RL, otherwise the first *loss metric, and only with --eval.patience.",
+        "Metric of the best checkpoint; lower is better for *loss, *truncated_rate and "
+        "*failed_episodes. none: keep none; empty: the first *_pass1 in RL, otherwise the first "
+        "*loss, with --eval.patience.",
     )
 
     @property
