@@ -1,15 +1,13 @@
 """Flags that have no effect because of other flags, and the notice that lists them.
 
-A flag declares the settings of its own section that it depends on. Each section and each command
-yields all others from its method `unused`.
+A flag declares the settings that it depends on. Sections and commands yield flags that depend on
+anything else from their method `unused`.
 """
 
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 from openrlhf.config.flags import FOR_OLDER_SCRIPTS, Flag, Section, flags_of, value_at
-
-MOST_NAMES = 8  # flags listed in one notice
 
 
 def unused_flags(config: Section) -> dict[str, str]:
@@ -49,17 +47,29 @@ def _declared_reason(config: Section, flag: Flag) -> str:
     """Return why a flag has no effect according to its own declaration, or an empty string."""
     if flag.obsolete:
         return FOR_OLDER_SCRIPTS
-    prefix = flag.path.removesuffix(flag.path.rpartition(".")[2])
-    if flag.needs and not _is_set(config, prefix + flag.needs):
-        return f"without --{prefix}{flag.needs}"
-    if flag.unless and _is_set(config, prefix + flag.unless):
-        return f"with --{prefix}{flag.unless}"
+    needs = _settings(config, flag, flag.needs)
+    if needs and not any(_holds(config, setting) for setting in needs):
+        return f"without {' or '.join(needs)}"
+    for setting in _settings(config, flag, flag.unless):
+        if _holds(config, setting):
+            return f"with {setting}"
     return ""
 
 
-def _is_set(config: Section, setting: str) -> bool:
-    """Return whether a setting holds: "ds.zero_stage 2 or 3", or a path whose value is true."""
-    path, _, values = setting.partition(" ")
+def _settings(config: Section, flag: Flag, declared: str) -> list[str]:
+    """Return the settings in `needs` or `unless` as typed, without flags of other commands."""
+    if declared.startswith("--"):
+        known = flags_of(type(config))
+        return [name for name in declared.split(" or ") if name.removeprefix("--") in known]
+    if not declared:
+        return []
+    section = flag.path.removesuffix(flag.path.rpartition(".")[2])
+    return [f"--{section}{declared}"]
+
+
+def _holds(config: Section, setting: str) -> bool:
+    """Return whether a setting holds: --ds.zero_stage 2 or 3, or a flag whose value is true."""
+    path, _, values = setting.removeprefix("--").partition(" ")
     value = value_at(config, path)
     if values:
         return str(value) in values.split(" or ")
@@ -74,7 +84,4 @@ def without_effect(config: Section, given: Mapping[str, Any]) -> Iterator[str]:
         if path in reasons and value != flags[path].default:
             names.setdefault(reasons[path], []).append(f"--{path}")
     for why, found in names.items():
-        shown = sorted(found)[:MOST_NAMES]
-        if len(found) > MOST_NAMES:
-            shown.append(f"{len(found) - MOST_NAMES} more")
-        yield f"{', '.join(shown)}: no effect {why}."
+        yield f"{', '.join(sorted(found))}: no effect {why}."

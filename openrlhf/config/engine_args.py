@@ -1,4 +1,4 @@
-"""Check of `--vllm.engine_args`: every vLLM argument is allowed except those in `engine_args.toml`.
+"""Check of `--vllm.engine_args`: every vLLM argument is allowed except those in `REFUSED`.
 
 `rollout/engine_check.py` then lets vLLM validate the names and types of the arguments.
 """
@@ -8,12 +8,90 @@ from fnmatch import fnmatch
 from typing import Any, cast
 
 from openrlhf.config import machine
-from openrlhf.config.flags import flags_of, tables
+from openrlhf.config.flags import flags_of
 from openrlhf.config.rollout import RolloutConfig, VLLMConfig
 
-# What to do instead of setting an argument, or why it may not be set, by name pattern.
-REFUSED = {name: f"use --vllm.{name}" for name in flags_of(VLLMConfig)}
-REFUSED |= tables(__file__)["refused"]
+# What to do instead of setting arguments, or why they may not be set; names may be patterns.
+REFUSED: dict[str, tuple[str, ...]] = {
+    "use --actor.model_name_or_path or --model.model_name_or_path, with a folder for a revision": (
+        "model",
+        "model_weights",
+        "tokenizer",
+        "served_model_name",
+        "hf_config_path",
+        "revision",
+        "code_revision",
+        "tokenizer_revision",
+    ),
+    "use --model.trust_remote_code": ("trust_remote_code",),
+    "use --vllm.quantization": ("quantization_config",),
+    "use --data.max_len": ("max_model_len",),
+    "use --train.seed": ("seed",),
+    "use --rollout.stop": ("skip_tokenizer_init",),
+    "use --rollout.temperature, .top_p, .top_k and .stop_token_ids": (
+        "generation_config",
+        "override_generation_config",
+    ),
+    "use --vllm.tensor_parallel_size": ("distributed_executor_backend",),
+    "use --vllm.enable_sleep": ("enable_sleep_mode",),
+    "use --ds.lora.rank": (
+        "enable_lora",
+        "max_loras",
+        "max_lora_rank",
+        "lora_dtype",
+        "lora_target_modules",
+    ),
+    "use --vllm.engine_args with speculative_config": (
+        "spec_method",
+        "spec_model",
+        "spec_tokens",
+    ),
+    "the engine's model would differ from the trainer's": (
+        "hf_overrides",
+        "model_class_overrides",
+        "config_format",
+        "disable_sliding_window",
+    ),
+    "the engine would generate no tokens": (
+        "runner",
+        "convert",
+        "pooler_config",
+        "diffusion_config",
+    ),
+    "log-probabilities would not match the distribution that samples are drawn from": (
+        "logits_processors",
+        "watermark_config",
+        "logprobs_mode",
+    ),
+    "the engine's log-probabilities would differ from the trainer's": (
+        "override_attention_dtype",
+        "calculate_kv_scales",
+        "kv_cache_dtype",
+    ),
+    "other formats are quantized or are not the format of a model folder": ("load_format",),
+    "new weights could not be published": (
+        "worker_cls",
+        "worker_extension_cls",
+        "weight_transfer_config",
+        "enable_eplb",
+        "cpu_offload_*",
+        "offload_*",
+    ),
+    "a second cache may keep keys and values of older weights": (
+        "kv_transfer_config",
+        "kv_offloading_*",
+        "ec_transfer_config",
+    ),
+    "--vllm.num_engines determines which devices engines use": (
+        "data_parallel_*",
+        "*_context_parallel_size",
+        "nnodes",
+        "node_rank",
+        "master_*",
+        "device_ids",
+        "enable_elastic_ep",
+    ),
+}
 # Quantization methods that vLLM applies itself when it receives new weights.
 ROUNDED = ("fp8", "fp8_per_tensor", "fp8_per_channel", "fp8_per_block")
 LOOKED_UP = ("ngram", "ngram_gpu")  # speculative decoding methods that need no draft model
@@ -47,8 +125,10 @@ def engine_args_violations(vllm: VLLMConfig, rollout: RolloutConfig, longest: in
             f"{' or '.join(roundings)}."
         )
     for name in extra:
-        for pattern, why in REFUSED.items():
-            if fnmatch(name, pattern):
+        if name in flags_of(VLLMConfig):
+            yield f"--vllm.engine_args may not set {name}: use --vllm.{name}."
+        for why, patterns in REFUSED.items():
+            if any(fnmatch(name, pattern) for pattern in patterns):
                 yield f"--vllm.engine_args may not set {name}: {why}."
     yield from _drafting_violations(drafting(extra), seeded=rollout.seeded == "on")
     # vLLM rewinds the random generator of a sample, which a CPU generator cannot do.

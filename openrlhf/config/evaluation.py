@@ -16,7 +16,6 @@ from openrlhf.config.rollout import (
     PromptColumns,
     RewardConfig,
     RolloutConfig,
-    unused_by_agents,
     unused_by_rewards,
     unused_without,
 )
@@ -127,7 +126,7 @@ class EvaluationConfig(EngineCommand, RecordedCommand):
         if self.data.layout == "columns":
             yield from sampling_rules.label_violations(reward, self.data.label_key)
         yield from sampling_rules.remote_engine_violations(self.rollout)
-        if self.judge.url and not rules.is_url(self.judge.url):
+        if self.judge.url and not rules.has_host(self.judge.url):
             yield "<judge.url> is not an http(s) URL."
 
     def _win_rate_violations(self) -> Iterator[str]:
@@ -192,7 +191,6 @@ class EvaluationConfig(EngineCommand, RecordedCommand):
 
     def _unused_by_episodes(self) -> Iterator[Unused]:
         agent, judges = {AGENT: self.train.agent_func_path}, {"--judge.url": self.judge.url}
-        yield from unused_by_agents(self.train.agent_func_path)
         yield from unused_by_rewards(self.reward, self.rollout, agents=agent, judges=judges)
         askers = {**agent, FUNCTION: self.reward.function_path}
         yield from unused_without(askers, "rollout.remote_engines")

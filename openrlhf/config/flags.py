@@ -27,38 +27,23 @@ TYPE_NAMES = {int: "a whole number", float: "a number", str: "text"}
 YAML_WORDS = {True: "on", False: "off"}  # the words that YAML reads as booleans
 
 
-@dataclass(frozen=True)
-class ValueType:
-    """The type of a flag's values: `kind` is the type of each value in a pair or list."""
-
-    shape: Shape
-    kind: type
-
-
-@dataclass(frozen=True)
-class Bound:
-    """A numeric bound: its wording in messages, and the comparison with the limit."""
-
-    words: str
-    holds: Callable[[float, float], bool]
-
-
-BOUNDS = {
-    "ge": Bound("at least", operator.ge),
-    "gt": Bound("above", operator.gt),
-    "le": Bound("at most", operator.le),
-    "lt": Bound("below", operator.lt),
+BOUNDS: dict[str, tuple[str, Callable[[float, float], bool]]] = {
+    "ge": ("at least", operator.ge),
+    "gt": ("above", operator.gt),
+    "le": ("at most", operator.le),
+    "lt": ("below", operator.lt),
 }
-TYPES = {  # by annotation, without `| None`
-    "bool": ValueType("switch", bool),
-    "int": ValueType("one", int),
-    "float": ValueType("one", float),
-    "str": ValueType("one", str),
-    "tuple[float, float]": ValueType("pair", float),
-    "tuple[int, ...]": ValueType("list", int),
-    "tuple[float, ...]": ValueType("list", float),
-    "tuple[str, ...]": ValueType("list", str),
-    "Mapping[str, Any]": ValueType("json", dict),
+# The shape of a flag, and the type of its value or of each value in a pair or list; by annotation.
+TYPES: dict[str, tuple[Shape, type]] = {
+    "bool": ("switch", bool),
+    "int": ("one", int),
+    "float": ("one", float),
+    "str": ("one", str),
+    "tuple[float, float]": ("pair", float),
+    "tuple[int, ...]": ("list", int),
+    "tuple[float, ...]": ("list", float),
+    "tuple[str, ...]": ("list", str),
+    "Mapping[str, Any]": ("json", dict),
 }
 
 
@@ -105,8 +90,8 @@ class Flag:
     # "model" and "dataset": comma-separated paths or Hub names. "place": a path on this machine.
     holds: Literal["model", "dataset", "place"] | None = None
     writes: str = ""  # the kind of output that the command writes to this path, see `places`
-    # The flag has an effect only with, or only without, this setting of its section, for example
-    # "rank" (a value that is true) or "zero_stage 2 or 3".
+    # The flag has an effect only with, or only without, a setting of its section, such as "rank" (a
+    # value that is true) or "zero_stage 2 or 3", or one of several flags: "--eval.dataset or --x".
     needs: str = ""
     unless: str = ""
     obsolete: bool = False  # never has an effect
@@ -142,7 +127,7 @@ class Flag:
         """Return whether a number is within the bounds. NaN never is."""
         if number != number:
             return False
-        return all(BOUNDS[name].holds(number, limit) for name, limit in self.limits.items())
+        return all(BOUNDS[name][1](number, limit) for name, limit in self.limits.items())
 
     def typed(self, value: Any) -> str:
         """Return the command-line words that set this value; for a switch, only its name."""
@@ -223,11 +208,11 @@ def _walk(node: Any, prefix: str) -> Iterator[Flag]:
             yield from _walk(default, f"{path}.")
         elif "help" in attribute.metadata:  # otherwise it is not a flag, for example `given`
             annotation = str(attribute.type)
-            value_type = TYPES[annotation.removesuffix(" | None")]
+            shape, kind = TYPES[annotation.removesuffix(" | None")]
             yield Flag(
                 path=path,
-                shape=value_type.shape,
-                kind=value_type.kind,
+                shape=shape,
+                kind=kind,
                 optional=default is None or annotation.endswith(" | None"),
                 default=default,
                 **{"section": node.__doc__, **attribute.metadata},
@@ -372,19 +357,6 @@ def toml_beside(module: str, name: str = "") -> dict[str, Any]:
     return tomllib.loads(Path(module).with_name(name).read_text(encoding="utf-8"))
 
 
-def tables(module: str) -> dict[str, dict[str, str]]:
-    """Return the tables of the TOML file next to a module, inverted.
-
-    A line `value = "name name"` becomes one entry for each name, with this value.
-    """
-    inverted: dict[str, dict[str, str]] = {}
-    for title, table in toml_beside(module).items():
-        inverted[title] = {}
-        for value, names in table.items():
-            inverted[title].update(dict.fromkeys(names.split(), value))
-    return inverted
-
-
 def nearest(name: str, known: Iterable[str]) -> list[str]:
     """Return at most two known names that a user may have meant, the most similar first.
 
@@ -398,7 +370,7 @@ def nearest(name: str, known: Iterable[str]) -> list[str]:
     for path in known:
         known_leaf = path.rpartition(".")[2]
         whole, last = _similarity(name, path), _similarity(leaf, known_leaf)
-        if len(leaf) > 3 and (known_leaf.startswith(leaf) or leaf.endswith(f"_{known_leaf}")):
+        if len(leaf) > 2 and (known_leaf.startswith(leaf) or leaf.endswith(f"_{known_leaf}")):
             last = max(last, 0.9)
         if whole >= cutoff or last >= 0.8:
             likeness[path] = whole + last
@@ -429,7 +401,7 @@ def value_violations(config: Any) -> Iterator[str]:
             numbers = cast("tuple[Any, ...]", value)
         for number in numbers:
             if isinstance(number, (int, float)) and not flag.allows(number):
-                words = [f"{BOUNDS[name].words} {limit:g}" for name, limit in flag.limits.items()]
+                words = [f"{BOUNDS[name][0]} {limit:g}" for name, limit in flag.limits.items()]
                 bounds = " and ".join(words) or "a number"
                 yield f"{flag.name} is {number}, but it must be {bounds}."
                 break

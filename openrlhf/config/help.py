@@ -92,12 +92,11 @@ def _entry(flag: Flag, refused: set[str]) -> str:
         description += f" One of {', '.join(flag.choices or ())}."
     if flag.path in refused:
         description += " Not available yet."
-    lines = textwrap.wrap(description, WIDTH - INDENT)
-    first = ""
-    if len(spellings) <= INDENT - 4:
-        first = lines.pop(0)
-    indented = [" " * INDENT + line for line in lines]
-    return "\n".join([f"  {spellings:{INDENT - 2}}{first}".rstrip(), *indented])
+    margin, left = " " * INDENT, f"  {spellings}"
+    text = textwrap.fill(description, WIDTH, initial_indent=margin, subsequent_indent=margin)
+    if len(left) <= INDENT - 2:
+        return left + text[len(left) :]
+    return f"{left}\n{text}"
 
 
 def _placeholders(flag: Flag) -> str:
@@ -107,15 +106,8 @@ def _placeholders(flag: Flag) -> str:
         value = "NAME"
     elif flag.choices:
         value = f"{{{','.join(flag.choices)}}}"
-    match flag.shape:
-        case "switch":
-            return ""
-        case "pair":
-            return f" {value} {value}"
-        case "list":
-            return f" [{value} ...]"
-        case "one" | "json":
-            return f" {value}"
+    forms = {"switch": "", "pair": f" {value} {value}", "list": f" [{value} ...]"}
+    return forms.get(flag.shape, f" {value}")
 
 
 def _has_many_choices(flag: Flag) -> bool:
@@ -124,13 +116,11 @@ def _has_many_choices(flag: Flag) -> bool:
 
 def _default(flag: Flag) -> str:
     """Return a flag's default in parentheses, with a leading space."""
-    if flag.shape == "switch":
-        if flag.default:
-            return " (on)"
-        return ""
-    if flag.default is None or flag.default in ("", (), {}):
-        if flag.required:
-            return " (required)"
+    if flag.required:
+        return " (required)"
+    if flag.default is True:
+        return " (on)"
+    if flag.default is None or flag.default is False or flag.default in ("", (), {}):
         return ""
     shown = flag.typed(flag.default).removeprefix(f"{flag.name} ")
     if "\n" in shown:

@@ -17,7 +17,6 @@ from openrlhf.config.rollout import (
     RewardConfig,
     RolloutConfig,
     VLLMConfig,
-    unused_by_agents,
     unused_by_rewards,
     unused_without,
 )
@@ -157,7 +156,7 @@ class RLDeepSpeedConfig(shared.LMDeepSpeedConfig):
 class RLDataConfig(PromptConfig, shared.DataConfig):
     """Tokenizer and prompts."""
 
-    image_key: str = option("images", "Column with images.")
+    image_key: str = option("images", "Column with images.", needs=AGENT)
     max_images_per_prompt: int = option(
         0, "Maximum number of images per prompt; 0: text only.", ge=0, not_yet="use text prompts"
     )
@@ -347,9 +346,7 @@ class RLFlags(Root):
         yield from unused_without({CRITIC: critic, REWARD_MODEL: models}, "ds.value_head_prefix")
 
     def _unused_by_episodes(self) -> Iterator[Unused]:
-        train, agent = self.train, self.train.agent_func_path
-        yield from unused_by_agents(agent)
-        yield from unused_without({AGENT: agent}, "data.image_key")
+        agent = self.train.agent_func_path
         yield from unused_by_rewards(self.reward, self.rollout, agents={AGENT: agent}, judges={})
         askers = {
             AGENT: agent,
@@ -359,11 +356,3 @@ class RLFlags(Root):
         yield from unused_without(askers, "rollout.remote_engines")
         if self.hybrid:
             yield Unused(["vllm.max_engines"], "with --train.colocate_all")
-        if not train.colocate_all:
-            yield Unused(["vllm.enable_sleep"], "without --train.colocate_all")
-        if train.async_enable:
-            yield Unused(["rollout.vllm_generate_batch_size"], "with --train.async_enable")
-        if train.dynamic_batch_enable:
-            yield Unused(["rollout.micro_batch_size"], "with --train.dynamic_batch_enable")
-        else:
-            yield Unused(["rollout.max_tokens_per_gpu"], "without --train.dynamic_batch_enable")

@@ -1,17 +1,25 @@
 """Translation of flag names and values from earlier releases to current flags, with a notice.
 
-All commands share the tables in `legacy.toml`. Each command uses the entries for its own flags.
+All commands share the tables in `legacy_names`. Each command uses the entries for its own flags.
 """
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 
-from openrlhf.config.flags import Flag, tables
+from openrlhf.config.flags import Flag
+from openrlhf.config.legacy_names import (
+    IGNORED,
+    INFERENCE_NAMES,
+    INFERENCE_PARTS,
+    MOVED,
+    NAMES,
+    PARTS,
+    REMOVED,
+    RL_NAMES,
+    RL_PARTS,
+    SWITCHES,
+)
 
-TABLES = tables(__file__)
-NAMES, RL_NAMES, ELSEWHERE = TABLES["names"], TABLES["rl_names"], TABLES["elsewhere"]
-MOVED = TABLES["moved"]
-SWITCHES, IGNORED, REMOVED = TABLES["switches"], TABLES["ignored"], TABLES["removed"]
 CRITIC_FLAGS = ("algo.advantage.lambd", "critic.value_clip")
 OLD_LENGTHS = ("prompt_max_len", "generate_max_len")  # default: 1024 tokens each
 MOST_RENAMES = 3  # old names listed in one notice
@@ -33,11 +41,11 @@ def aliases(
     flags: Mapping[str, Flag], more: Mapping[str, str] | None = None
 ) -> dict[str, list[str]]:
     """Map each old name, and each name in `more`, to the flags that take its value."""
-    names = dict(NAMES)
+    names = dict.fromkeys(PARTS, "") | NAMES
     if "algo.advantage.estimator" in flags:
-        names |= RL_NAMES
+        names |= dict.fromkeys(RL_PARTS, "") | RL_NAMES
     elif "csft.enable" in flags:
-        names |= TABLES["inference_names"]
+        names |= dict.fromkeys(INFERENCE_PARTS, "") | INFERENCE_NAMES
     if more:
         names |= more
     by_last_parts = _paths_by_last_parts(flags)
@@ -93,7 +101,7 @@ def translate(groups: Iterable[Group], flags: Mapping[str, Flag]) -> Translation
     if lengths or (only_response and "data.max_len" not in typed and "config" not in typed):
         _translate_lengths(lengths, "".join(typed.get("rollout.max_new_tokens", [])), result)
     if result.renamed:
-        notices = [_renames(result.renamed, flags)]
+        notices = [_renames(result.renamed)]
         if any("." not in name for name in result.renamed):
             notices += _moved_defaults(dict(result.groups), flags)
         result.notices.insert(0, " ".join(notices))
@@ -110,19 +118,17 @@ def _rename(name: str, words: list[str], targets: list[str], result: Translation
 
 def _moved_defaults(typed: Mapping[str, Sequence[str]], flags: Mapping[str, Flag]) -> list[str]:
     """Return one sentence about omitted flags whose defaults have changed since older releases."""
-    if "config" in typed:  # the file may set these flags
-        return []
-    has_critic = typed.get("algo.advantage.estimator", ["gae"]) == ["gae"]
+    idle: tuple[str, ...] = ()
+    if "eval.dataset" not in typed:
+        idle += ("eval.split",)
+    if typed.get("algo.advantage.estimator", ["gae"]) != ["gae"]:
+        idle += CRITIC_FLAGS
     changed: list[str] = []
     for path, before in MOVED.items():
-        if path not in flags or path in typed or str(flags[path].default) == before:
-            continue
-        if path == "eval.split" and "eval.dataset" not in typed:
-            continue
-        if path in CRITIC_FLAGS and not has_critic:
-            continue
-        changed.append(f"--{path} {flags[path].default} (was {before})")
-    if not changed:
+        is_open = path in flags and path not in typed and path not in idle
+        if is_open and str(flags[path].default) != before:
+            changed.append(f"--{path} {flags[path].default} (was {before})")
+    if not changed or "config" in typed:  # the file may set these flags
         return []
     return [
         "Some defaults have changed since older releases. This command uses the new ones: "
@@ -130,16 +136,13 @@ def _moved_defaults(typed: Mapping[str, Sequence[str]], flags: Mapping[str, Flag
     ]
 
 
-def _renames(renamed: Mapping[str, str], flags: Mapping[str, Flag]) -> str:
+def _renames(renamed: Mapping[str, str]) -> str:
     """Return one sentence that lists the old names."""
     if len(renamed) <= MOST_RENAMES:
         return "; ".join(f"--{old} is now {new}" for old, new in renamed.items()) + "."
     named = ", ".join(f"--{old}" for old in list(renamed)[:MOST_RENAMES])
-    where = "--help lists"
-    if "run.dir" in flags:
-        where = "config.yaml in the run folder has"
     return (
-        f"{len(renamed)} flags have names from older releases ({named}, ...): {where} the "
+        f"{len(renamed)} flags have names from older releases ({named}, ...): --help all lists the "
         "current names."
     )
 
@@ -160,11 +163,10 @@ def _translate_lengths(lengths: Mapping[str, str], new_tokens: str, result: Tran
 
     `new_tokens` is the value of --rollout.max_new_tokens, or empty.
     """
-    wrong = [name for name, text in lengths.items() if not text.isdigit()]
-    for name in wrong:
-        result.violations.append(f"--{name} takes a whole number, not {lengths[name]!r}.")
-    if wrong:
-        return
+    for name, text in lengths.items():
+        if not text.isdigit():
+            result.violations.append(f"--{name} takes a whole number, not {text!r}.")
+            return
     prompt, response = (int(lengths.get(name, "1024")) for name in OLD_LENGTHS)
     if new_tokens.isdigit():  # otherwise --rollout.max_new_tokens is reported as invalid
         response = int(new_tokens)

@@ -26,14 +26,14 @@ from openrlhf.config.flags import (
 )
 from openrlhf.config.help import help_text
 from openrlhf.config.legacy import Group, takes_no_value
+from openrlhf.config.legacy_names import ELSEWHERE, NAMES, PARTS, RL_NAMES, RL_PARTS
 from openrlhf.config.plugins import load_plugins
 from openrlhf.config.schema import json_schema
 from openrlhf.config.unsupported import refused_flags
 from openrlhf.masking import hide, is_hidden
 from openrlhf.reporting import notice, say
 
-MOST_HINTS = 4
-ARITY = {"one": "one value", "json": "one value", "pair": "two values"}
+OLD_NAMES = {*PARTS, *NAMES, *RL_PARTS, *RL_NAMES}
 # Flags that may change without a notice when a run resumes: logging, devices, processes, time
 # limits.
 FREE_TO_CHANGE = (
@@ -143,10 +143,8 @@ class Reader:
             self._convert(self.flags[path], value, source)
             if path == "plugin":
                 load_plugins(self.given.get(path, ()))
-        if file:
-            self._refuse_resolved(Path(file))
-            if "run.dir" in written and "run.dir" not in typed:
-                self._drop_own_folder(Path(file))
+        if "run.dir" in written and "run.dir" not in typed:
+            self._drop_own_folder(Path(file))
         return self
 
     def _convert(self, flag: Flag, value: Any, source: str) -> None:
@@ -176,23 +174,21 @@ class Reader:
             return
         spelling = candidates[0]
         flag = self.by_spelling[spelling]
-        match flag.shape:
-            case "list":
-                typed[flag.path] = [*typed.get(flag.path, []), *words]
-            case "switch" if words:
-                self.problems.append(takes_no_value(flag.name, words))
-            case "switch":
-                typed[flag.path] = flag.switches[f"--{spelling}"]
-            case "pair" if len(words) == 2:
-                typed[flag.path] = words
-            case "one" | "json" if len(words) == 1:
-                typed[flag.path] = words[0]
-            case _:
-                found = " ".join(words) or "nothing"
-                self.problems.append(
-                    f"{flag.name} takes {ARITY[flag.shape]}, but {found} follows it."
-                )
-                self.doubtful.add(flag.path)
+        number = {"switch": 0, "pair": 2}.get(flag.shape, 1)
+        if flag.shape == "list":
+            typed[flag.path] = [*typed.get(flag.path, []), *words]
+        elif flag.shape == "switch" and words:
+            self.problems.append(takes_no_value(flag.name, words))
+        elif len(words) != number:
+            found = " ".join(words) or "nothing"
+            self.problems.append(f"{flag.name} takes {number} value(s), but {found} follows it.")
+            self.doubtful.add(flag.path)
+        elif flag.shape == "switch":
+            typed[flag.path] = flag.switches[f"--{spelling}"]
+        elif flag.shape == "pair":
+            typed[flag.path] = words
+        else:
+            typed[flag.path] = words[0]
 
     def _unknown(self, name: str) -> str:
         """Return the message about an unknown flag, with the flags that the user may have meant.
@@ -201,29 +197,18 @@ class Reader:
         """
         bare = name.removeprefix("--")
         refused = refused_flags(self.root)
-        renamed = legacy.aliases(self.flags, legacy.ELSEWHERE)
+        renamed = legacy.aliases(self.flags, ELSEWHERE)
         available = [
             spelling for spelling, flag in self.by_spelling.items() if flag.path not in refused
         ]
-        close = renamed.get(bare) or nearest(bare, [*available, *renamed])
-        if not close:
-            close = [path for path in [*self.flags, *renamed] if path.startswith(bare)]
         paths: list[str] = []
-        for found in close:
+        for found in renamed.get(bare) or nearest(bare, [*available, *renamed]):
             paths += renamed.get(found, [found])
-        paths = list(dict.fromkeys(paths))[:MOST_HINTS]
+        paths = list(dict.fromkeys(paths))
         self.doubtful.update(paths)
         dashes = name.removesuffix(bare)
         hint = did_you_mean([dashes + path for path in paths])
         return f"{self.command} has no flag {name}.{hint}"
-
-    def _refuse_resolved(self, file: Path) -> None:
-        """Refuse the file in a run folder that also contains derived values."""
-        if file.name == "config_resolved.yaml":
-            self.problems.append(
-                f"--config {file} also contains derived values: use config.yaml from the same "
-                "folder."
-            )
 
     def _drop_own_folder(self, file: Path) -> None:
         """Drop the file's `run.dir` if it is the folder of the file, which belongs to an earlier
@@ -244,6 +229,11 @@ class Reader:
         """
         import yaml  # slow to import and needed only with a configuration file
 
+        if Path(file).name == "config_resolved.yaml":
+            self.problems.append(
+                f"--config {file} also contains derived values: use config.yaml from the same "
+                "folder."
+            )
         try:
             content: Any = yaml.safe_load(Path(file).read_text(encoding="utf-8"))
         except (OSError, UnicodeDecodeError, yaml.YAMLError) as error:
@@ -276,8 +266,7 @@ def _split_at_flags(argv: Iterable[str]) -> list[Group]:
     groups: list[Group] = [("", [])]
     for word in argv:
         bare, equals, value = word.lstrip("-").partition("=")
-        is_old_name = bare in legacy.NAMES or bare in legacy.RL_NAMES
-        if word.startswith("--") or (word.startswith("-") and is_old_name):
+        if word.startswith("--") or (word.startswith("-") and bare in OLD_NAMES):
             words: list[str] = []
             if equals:
                 words.append(value)

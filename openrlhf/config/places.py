@@ -9,6 +9,7 @@ import json
 import os
 import time
 from collections.abc import Iterator
+from contextlib import suppress
 from dataclasses import dataclass
 from fnmatch import fnmatch
 from pathlib import Path
@@ -71,37 +72,23 @@ class Output:
         """True if the output is a file."""
         return self.kind == "file"
 
-    @property
-    def real(self) -> str:
-        """The path with symbolic links resolved."""
-        return os.path.realpath(self.path)
-
     def changes(self, path: str) -> bool:
         """Return whether the command would write, replace or move the file or folder at `path`."""
-        read = os.path.realpath(path)
+        read, real = Path(path).resolve(), Path(self.path).resolve()
         if self.is_file:
-            return read in [self.real + suffix for suffix in FILE_SUFFIXES]
-        if read == self.real:
+            return str(read) in [f"{real}{suffix}" for suffix in FILE_SUFFIXES]
+        if read == real:
             return self.kind in ("model", "checkpoints", "episodes")
-        inside = os.path.relpath(read, self.real).split(os.sep)
-        if inside[0] == os.pardir:
+        if not read.is_relative_to(real):
             return False
-        return any(fnmatch(inside[0], pattern) for pattern in OWNED[self.kind])
+        name = read.relative_to(real).parts[0]
+        return any(fnmatch(name, pattern) for pattern in OWNED[self.kind])
 
     def lies_in(self, folder: str) -> bool:
         """Return whether the output is this data folder or inside it."""
-        data = os.path.realpath(folder)
-        if not os.path.isdir(data):
-            return False
-        return self.real == data or self.real.startswith(data + os.sep)
-
-
-@dataclass(frozen=True, kw_only=True)
-class Input:
-    """A model, dataset or file that a command reads, and the flag that names it."""
-
-    flag: Flag
-    path: str
+        return os.path.isdir(folder) and Path(self.path).resolve().is_relative_to(
+            Path(folder).resolve()
+        )
 
 
 def outputs(config: Any) -> Iterator[Output]:
@@ -114,44 +101,39 @@ def outputs(config: Any) -> Iterator[Output]:
         yield Output(named=named, path=path, kind=kind)
 
 
-def inputs(config: Any) -> list[Input]:
-    """Return the models, datasets and files that a command reads, without duplicates."""
-    found: dict[str, Input] = {}
+def inputs(config: Any) -> list[tuple[Flag, str]]:
+    """Return the models, datasets and files that a command reads, each with a flag that names it.
+
+    There are no duplicates.
+    """
+    found: dict[Path, tuple[Flag, str]] = {}
     for flag, value in flags_in(config):
-        if not flag.holds or flag.writes:
-            continue
-        for path in _input_paths(flag, config.given.get(flag.path, value), value):
-            if flag.holds == "dataset" and not os.path.exists(path):
-                path = path.partition("@")[0]  # the folder of a Hub dataset follows @
-            found.setdefault(os.path.realpath(path), Input(flag=flag, path=path))
+        paths: list[str] = []
+        if flag.holds == "place" and not flag.writes:
+            given = config.given.get(flag.path, value) or []
+            paths += [given] if isinstance(given, str) else given
+        elif not flag.writes and flag.holds:
+            paths += items(value)
+        for name in paths:
+            path = name
+            if flag.holds == "dataset" and not os.path.exists(name):
+                path = name.partition("@")[0]  # the folder of a Hub dataset follows @
+            found.setdefault(Path(path).resolve(), (flag, path))
     return list(found.values())
-
-
-def _input_paths(flag: Flag, given: Any, resolved: Any) -> list[str]:
-    value = resolved
-    if flag.holds == "place":
-        value = given
-    if not value:
-        return []
-    if not isinstance(value, str):
-        return list(value)
-    if flag.holds == "place":
-        return [value]
-    return items(value)
 
 
 def overwriting(config: Any) -> Iterator[str]:
     """Yield a violation for each output that would overwrite an input or another output's file."""
     written, read = list(outputs(config)), inputs(config)
     for output in written:
-        for source in read:
-            name = f"{source.flag.name} {source.path}"
-            if output.changes(source.path):
+        for flag, path in read:
+            name = f"{flag.name} {path}"
+            if output.changes(path):
                 yield (
                     f"{output.named} would overwrite {name}, which this command reads: choose "
                     "another path."
                 )
-            elif source.flag.holds == "dataset" and output.lies_in(source.path):
+            elif flag.holds == "dataset" and output.lies_in(path):
                 yield (
                     f"{output.named} is inside {name}, whose files are all read as data: choose "
                     "another path."
@@ -170,12 +152,11 @@ def model_in(folder: str) -> str | None:
         file = Path(folder, name)
         if not file.is_file():
             continue
-        try:
+        kind = name
+        with suppress(ValueError, KeyError, AttributeError, TypeError):
             stored = json.loads(file.read_bytes())
             names = stored.get("architectures") or [stored.get("model_type") or stored["peft_type"]]
             kind = " ".join(names)
-        except (ValueError, KeyError, AttributeError, TypeError):
-            kind = name
         written = time.strftime("%Y-%m-%d %H:%M", time.localtime(file.stat().st_mtime))
         return f"{kind}, written {written}"
     return None

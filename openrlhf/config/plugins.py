@@ -31,9 +31,7 @@ def load_plugins(paths: Sequence[str]) -> None:
 @cache
 def _load_installed() -> None:
     for entry in entry_points(group="openrlhf.plugins"):
-        package = "unknown"
-        if entry.dist:
-            package = entry.dist.name
+        package = entry.dist and entry.dist.name
         plugin = f"The plug-in {entry.name} = {entry.value} of the installed package {package}"
         with _failures(plugin, module=entry.module):
             entry.load()

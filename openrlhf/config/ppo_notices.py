@@ -90,8 +90,6 @@ def reward_notices(config: RLFlags) -> Iterator[str]:
 def engine_notices(config: RLFlags) -> Iterator[str]:
     """Yield notices about unusual engine and sampling settings."""
     vllm, rollout = config.vllm, config.rollout
-    if config.given.get("vllm.enable_prefix_caching") and vllm.disable_prefix_caching:
-        yield "--vllm.disable_prefix_caching takes precedence over --vllm.enable_prefix_caching."
     cuts = rollout.top_p != 1 or rollout.top_k not in (-1, 0)
     if cuts and not rollout.only:
         yield (
@@ -117,22 +115,14 @@ def staleness_notices(config: RLFlags) -> Iterator[str]:
     at_once = rollout.vllm_generate_batch_size
     ahead = at_once > rollout.batch_size and not train.async_enable
     if ahead and not rollout.only:
-        sentence = (
+        yield (
             f"--rollout.vllm_generate_batch_size {at_once} generates for more than one step at a "
             "time: later steps train on samples from older weights."
         )
-        if not (level or config.algo.advantage.is_correction_enable):
-            sentence += (
-                " Without --algo.advantage.is_correction_enable, the loss is not corrected for "
-                "this."
-            )
-        yield sentence
-    if not train.async_enable:
-        return
-    if train.max_staleness < train.async_queue_size:
+    if train.async_enable and train.max_staleness < train.async_queue_size:
         yield "With <train.max_staleness>, the queue (<train.async_queue_size>) can never fill up."
-    if not level:
+    if (ahead or train.async_enable) and not (level or rollout.only):
         yield (
-            "--train.async_enable trains on samples from older weights (<train.max_staleness>), "
+            "Samples may come from older weights (in asynchronous runs, <train.max_staleness>), "
             "and the loss is not corrected for this: set --algo.advantage.is_correction_enable."
         )

@@ -178,11 +178,6 @@ def has_host(url: str) -> bool:
         return False
 
 
-def is_url(text: str) -> bool:
-    """Return whether a text starts like an http(s) URL."""
-    return text.startswith(("http://", "https://"))
-
-
 def is_file(text: str | None) -> TypeGuard[str]:
     """Return whether a text, which may be long, is the path of an existing file."""
     return text is not None and os.path.isfile(text)
@@ -215,16 +210,13 @@ def probability_violations(config: Any, datasets: str, probs: str) -> Iterator[s
     Each dataset needs one probability, and they must sum to 1.
     """
     count, texts = len(items(value_at(config, datasets))), items(value_at(config, probs))
-    if not texts:
-        return
-    if not all(is_number(text) for text in texts):
-        yield f"--{probs} takes comma-separated numbers, not {','.join(texts)!r}."
-        return
-    numbers = [float(text) for text in texts]
-    if len(numbers) != count:
+    numbers = [float(text) for text in texts if is_number(text)]
+    if texts and not (
+        len(numbers) == len(texts) == count
+        and min(numbers) > 0
+        and abs(sum(numbers) - 1) < PROBABILITY_SLACK
+    ):
         yield (
-            f"--{probs} has {len(numbers)} numbers, but --{datasets} has {count} datasets: pass "
-            "one number per dataset."
+            f"<{probs}> must be {count} positive number(s) that sum to 1, one per dataset of "
+            f"--{datasets}, separated by commas."
         )
-    elif min(numbers) <= 0 or abs(sum(numbers) - 1) >= PROBABILITY_SLACK:
-        yield f"<{probs}> must be positive and sum to 1."

@@ -1,6 +1,5 @@
 """Rules for rewards and engines. `rules` defines what a rule is."""
 
-from collections import Counter
 from collections.abc import Iterator
 
 from openrlhf.config import machine
@@ -13,7 +12,7 @@ from openrlhf.config.rollout import (
     SamplingConfig,
     VLLMConfig,
 )
-from openrlhf.config.rules import has_host, is_file, is_number, is_url
+from openrlhf.config.rules import has_host, is_file, is_number
 
 NOTHING_REWARDS = (
     "The samples have no reward: set --reward.remote_url (a .py file or a URL), "
@@ -55,14 +54,12 @@ def source_violations(reward: RuleConfig) -> Iterator[str]:
             "<reward.remote_url> cannot be combined with <reward.verifier> yet: leave out one of "
             "them."
         )
-    wrong = [url for url in reward.urls if not is_url(url)]
-    if wrong:
-        yield f"--reward.remote_url {','.join(wrong)} is neither an http(s) URL nor a .py file."
-    file = reward.function_path
-    if file and len(reward.sources) > 1:
-        yield "<reward.remote_url> mixes a .py file with others: pass only one."
-    if file and not is_file(file):
-        yield f"--reward.remote_url {file} does not exist on this machine."
+    if all(has_host(source) for source in reward.sources):
+        return
+    if len(reward.sources) > 1 or not is_file(reward.function_path):
+        yield (
+            "<reward.remote_url> must be http(s) URLs, or one .py file that exists on this machine."
+        )
 
 
 def label_violations(reward: RuleConfig, label_key: str | None) -> Iterator[str]:
@@ -94,13 +91,8 @@ def remote_engine_violations(rollout: RemoteEnginesConfig) -> Iterator[str]:
             f"--rollout.remote_engines {' '.join(wrong)} is not an http(s) URL: use "
             "NAME=http://host:port/v1."
         )
-    counts = Counter(name for name, _ in rollout.named_engines)
-    repeated = sorted(name for name, count in counts.items() if count > 1)
-    if repeated:
-        yield (
-            f"<rollout.remote_engines> has the name {', '.join(repeated)} twice: give each "
-            "server a unique name."
-        )
+    if len(dict(rollout.named_engines)) < len(rollout.named_engines):
+        yield "<rollout.remote_engines> has a name twice: give each server a unique name."
 
 
 def engine_violations(vllm: VLLMConfig, rollout: RolloutConfig, max_len: int) -> Iterator[str]:

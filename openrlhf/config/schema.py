@@ -54,25 +54,12 @@ def _object(description: str | None) -> dict[str, Any]:
 
 
 def _property(flag: Flag) -> dict[str, Any]:
-    schema = _type(flag)
-    schema["title"] = flag.name
-    schema["description"] = flag.help
-    if flag.required:
-        schema["description"] += " Required here or on the command line."
-    if not _is_infinite(flag.default):
-        schema["default"] = flag.default
-    if flag.secret:
-        schema["writeOnly"] = True
-    return schema
-
-
-def _type(flag: Flag) -> dict[str, Any]:
     value: dict[str, Any] = {"type": JSON_TYPES[flag.kind]}
     for name, limit in flag.limits.items():
         value[KEYWORDS[name]] = limit
     if flag.choices is not None:
         value["enum"] = list(flag.choices)
-    schema: dict[str, Any] = value
+    schema = value
     if flag.shape in ("pair", "list"):
         schema = {"type": "array", "items": value}
     if flag.shape == "pair":
@@ -81,9 +68,11 @@ def _type(flag: Flag) -> dict[str, Any]:
         schema["type"] = [schema["type"], "null"]
         if "enum" in schema:
             schema["enum"].append(None)
+    schema |= {"title": flag.name, "description": flag.help}
+    if flag.required:
+        schema["description"] += " Required here or on the command line."
+    if not (isinstance(flag.default, float) and math.isinf(flag.default)):  # not in JSON
+        schema["default"] = flag.default
+    if flag.secret:
+        schema["writeOnly"] = True
     return schema
-
-
-def _is_infinite(default: Any) -> bool:
-    """Return whether a default is infinite, which JSON cannot represent."""
-    return isinstance(default, float) and math.isinf(default)

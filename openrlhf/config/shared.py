@@ -90,6 +90,7 @@ class WandbConfig(Section):
     run_name: str | None = option(
         None,
         "Name of the run, also in TensorBoard; unset: the last part of run.dir.",
+        needs="--logger.wandb.key or --logger.tensorboard_dir",
     )
 
 
@@ -101,11 +102,6 @@ class LoggerConfig(Section):
     tensorboard_dir: str | None = option(
         None, "Folder for TensorBoard's event files.", holds="place", writes="events"
     )
-
-    def unused(self) -> Iterator[Unused]:
-        """Yield the flags that have no effect with these values."""
-        if not (self.wandb.key or self.tensorboard_dir):
-            yield Unused(["wandb.run_name"], "without --wandb.key or --tensorboard_dir")
 
 
 class RunConfig(Section):
@@ -240,6 +236,7 @@ class DeepSpeedConfig(LoadingConfig):
     use_universal_ckpt: bool = option(
         False,
         "Resume with a different number of processes, or switch between ZeRO stages 1 and 2.",
+        needs="--ckpt.load_enable",
     )
     grad_accum_dtype: str | None = option(
         None, "Data type for gradient accumulation; unset: fp32.", choices=DTYPES

@@ -25,7 +25,7 @@ BATCH, CHAT = "batch_inference", "interactive_chat"
         (
             BATCH,
             "--data.dataset d,e --data.dataset_probs 1",
-            "--data.dataset_probs has 1 numbers, but --data.dataset has 2",
+            "--data.dataset_probs 1 must be 2 positive number(s)",
         ),
         (BATCH, "--model.model_name_or_path=", "--model.model_name_or_path is required"),
         (

@@ -43,7 +43,7 @@ def test_switch_takes_no_value_and_may_have_an_opposite() -> None:
 def test_pair_takes_two_words_that_may_be_negative() -> None:
     assert ppo("--reward.clip_range -5 2.5").reward.clip_range == (-5.0, 2.5)
     with pytest.raises(
-        ConfigError, match=r"--reward\.clip_range takes two values, but 5 follows it"
+        ConfigError, match=r"--reward\.clip_range takes 2 value\(s\), but 5 follows it"
     ):
         ppo("--reward.clip_range 5")
 
@@ -295,7 +295,7 @@ def test_all_kinds_of_mistakes_are_reported_together() -> None:
     for part in (
         "--xyzzy",
         "--adam.",
-        "clip_range takes two values",
+        "clip_range takes 2 value(s)",
         "'fast'",
         "--critic.optim muon is not",
         "is greedy",
@@ -329,7 +329,7 @@ def test_any_number_of_old_names_gets_a_single_notice(capsys: pytest.CaptureFixt
         "[notice] 5 flags have names from older releases (--max_len, --train_batch_size, "
         "--max_samples"
     )
-    assert "config.yaml in the run folder has the current names" in line
+    assert "--help all lists the current names" in line
 
 
 @pytest.mark.parametrize(

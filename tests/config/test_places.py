@@ -206,4 +206,4 @@ def test_input_named_by_several_flags_is_listed_once() -> None:
     config = with_values(
         "train_ppo_ray", {"actor.model_name_or_path": "m", "critic.model_name_or_path": "./m"}
     )
-    assert [each.flag.path for each in inputs(config)] == ["actor.model_name_or_path"]
+    assert [flag.path for flag, _ in inputs(config)] == ["actor.model_name_or_path"]

@@ -52,9 +52,9 @@ BROKEN: list[tuple[str, str, str]] = [
     (RL, "--train.async_enable --train.max_staleness 0",
      "--train.max_staleness is 0, but it must be at least 1"),
     (RL, "", "--reward.remote_url (a .py file or a URL)"),
-    (RL, "--reward.remote_url gone.py", "--reward.remote_url gone.py does not exist"),
-    (RL, "--reward.remote_url localhost:5000", "localhost:5000 is neither"),
-    (RL, "--reward.remote_url gone.py,http://h", "mixes a .py file with others"),
+    (RL, "--reward.remote_url gone.py", "--reward.remote_url gone.py must be http(s) URLs"),
+    (RL, "--reward.remote_url localhost:5000", "localhost:5000 must be http(s) URLs"),
+    (RL, "--reward.remote_url gone.py,http://h", "must be http(s) URLs, or one .py file"),
     (RL, "--train.agent_func_path gone.py", "--train.agent_func_path gone.py is not"),
     (RL, f"--train.agent_func_path {__file__} --reward.on_error 0",
      "that an agent did not finish: use fail or drop"),
@@ -62,7 +62,7 @@ BROKEN: list[tuple[str, str, str]] = [
      "--rollout.remote_engines localhost:8000 http://h:x/v1 is not an http(s) "
      "URL: use NAME=http"),
     (RL, "--rollout.remote_engines http://a/v1 0=http://b/v1",
-     "--rollout.remote_engines http://a/v1 0=http://b/v1 has the name 0 twice"),
+     "--rollout.remote_engines http://a/v1 0=http://b/v1 has a name twice"),
     (RL, "--reward.model_name_or_path a,b --reward.verifier math --reward.weights 1 1",
      "--reward.weights 1 1 has 2 numbers for 3 rewards"),
     (RL, "--reward.verifier code --data.label_key= --data.layout columns",
@@ -219,19 +219,19 @@ BROKEN: list[tuple[str, str, str]] = [
     (SFT, "--eval.patience 0 --eval.dataset e", "--eval.patience is 0, but it must be at least 1"),
     (RL, "--eval.patience 3 --eval.dataset e --eval.at_start",
      "--eval.patience 3 requires evaluations during training: set --eval.steps"),
-    (SFT, "--data.dataset a,b --data.dataset_probs 1.0", "--data.dataset_probs has 1 numbers"),
-    (RL, "--data.prompt_dataset a,b --data.prompt_probs 0.5,0.6", "must be positive and sum to 1"),
-    (RL, "--data.prompt_dataset a,b --data.prompt_probs 1.5,-0.5", "must be positive"),
-    (RL, "--data.prompt_probs half", "--data.prompt_probs takes comma-separated numbers"),
+    (SFT, "--data.dataset a,b --data.dataset_probs 1.0", "1.0 must be 2 positive number(s)"),
+    (RL, "--data.prompt_dataset a,b --data.prompt_probs 0.5,0.6", "must be 2 positive number(s)"),
+    (RL, "--data.prompt_dataset a,b --data.prompt_probs 1.5,-0.5", "must be 2 positive"),
+    (RL, "--data.prompt_probs half", "--data.prompt_probs half must be 1 positive number(s)"),
     (SFT, "--data.dataset_probs half",
-     "--data.dataset_probs takes comma-separated numbers, not 'half'"),
+     "--data.dataset_probs half must be 1 positive number(s)"),
     (SFT, "--data.dataset a,b --data.dataset_probs 0.5,0.6",
-     "--data.dataset_probs 0.5,0.6 must be positive"),
-    (RL, "--data.prompt_dataset a,b --data.prompt_probs 1", "--data.prompt_probs has 1 numbers"),
-    (RL, "--algo.ptx.dataset d --algo.ptx.probs half", "--algo.ptx.probs takes comma-separated"),
-    (RL, "--algo.ptx.dataset d --algo.ptx.probs 0.5,0.5", "--algo.ptx.probs has 2 numbers"),
+     "--data.dataset_probs 0.5,0.6 must be 2 positive"),
+    (RL, "--data.prompt_dataset a,b --data.prompt_probs 1", "1 must be 2 positive"),
+    (RL, "--algo.ptx.dataset d --algo.ptx.probs half", "--algo.ptx.probs half must be 1 positive"),
+    (RL, "--algo.ptx.dataset d --algo.ptx.probs 0.5,0.5", "0.5,0.5 must be 1 positive"),
     (RL, "--algo.ptx.dataset d --algo.ptx.probs 0.5",
-     "--algo.ptx.probs 0.5 must be positive and sum to 1"),
+     "--algo.ptx.probs 0.5 must be 1 positive"),
     (RL, "--actor.eps_clip 0", "--actor.eps_clip is 0.0, but it must be above 0"),
     (RL, "--actor.dual_clip 1", "--actor.dual_clip is 1.0, but it must be above 1"),
     (RL, "--algo.advantage.gamma 1.1", "--algo.advantage.gamma is 1.1"),
@@ -358,8 +358,6 @@ WHOLE_LINES: list[tuple[str, str, str]] = [
     (RL, "--algo.kl.stop_update 1 --train.batch_size 1024", "--algo.kl.stop_update has no effect"),
     (RL, "--algo.distill.teacher t", "--algo.distill.teacher is the only training signal"),
     (RL, "--reward.remote_url r.py", "--data.label_key is not set"),
-    (RL, "--vllm.enable_prefix_caching --vllm.disable_prefix_caching",
-     "--vllm.disable_prefix_caching takes precedence"),
     (RL, "--vllm.hang_timeout 5 --train.publish_timeout 9",
      "--vllm.hang_timeout 5 is less than --train.publish_timeout 9"),
     (RL, "--train.async_enable --train.async_queue_size 2 --train.max_staleness 1",
@@ -553,7 +551,7 @@ def test_error_names_paths_that_cannot_be_read(locked: Path) -> None:
     (sentence,) = violations(RL, f"--rollout.replay_dir {locked}/episodes")
     assert "is not a folder on this machine" in sentence
     (sentence,) = violations(RL, f"--reward.remote_url {locked}/r.py")
-    assert f"--reward.remote_url {locked}/r.py does not exist" in sentence
+    assert f"--reward.remote_url {locked}/r.py must be" in sentence
     with pytest.raises(ConfigError, match="is not a file on this machine"):
         parse_config(PipelineConfig, ["--file", f"{locked}/p.yaml"], command="pipeline")
 
