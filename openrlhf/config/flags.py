@@ -138,13 +138,8 @@ class Flag:
         values: list[Any] = [hide(value)]
         if self.shape in ("pair", "list"):
             values = hide(value) or []
-        words = [self.name]
-        for each in values:
-            if isinstance(each, float):
-                words.append(f"{each:g}")
-            else:
-                words.append(str(each))
-        return " ".join(words)
+        words = [f"{each:g}" if isinstance(each, float) else str(each) for each in values]
+        return " ".join([self.name, *words])
 
 
 FOR_OLDER_SCRIPTS = "in any command (accepted only for older scripts)"

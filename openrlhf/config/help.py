@@ -14,9 +14,8 @@ from openrlhf.config.unsupported import refused_flags
 WIDTH, INDENT = 100, 32
 WIDEST_CHOICES = 60
 FOOTER = """
---help all: every flag. --help WORD: flags with this word in name, description or choices.
---help_json: a JSON schema. Unique prefixes and flat names of older releases are accepted.
-Flags override --config, which overrides defaults."""
+--help all: every flag. --help WORD: flags with this word. --help_json: a JSON schema.
+Unique prefixes and flat names of older releases are accepted. Flags override --config."""
 
 
 def _program(command: str) -> str:
@@ -33,32 +32,28 @@ def help_text(root: type[Any], command: str, *, topic: str = "") -> str:
     The topic `all` selects all flags; any other topic selects the flags with this word in their
     name, description or choices, or the flags of the method with this name, such as `dapo`.
     """
-    head = f"usage: {_program(command)} [--config FILE.yaml] [--flag VALUE ...]\n\n{root.__doc__}"
-    flags = flags_of(root)
+    head = f"usage: {_program(command)} [--config FILE.yaml] [--flag VALUE ...]
+
+{root.__doc__}"
+    flags = list(flags_of(root).values())
+    refused = refused_flags(root)
     if topic == "all":
-        return "\n".join([head, *_entries_by_section(list(flags.values()), refused_flags(root))])
+        return "\n".join([head, *_entries_by_section(flags, refused)])
     if not topic or topic.startswith("-"):
-        return "\n".join([head, *_overview(root), FOOTER])
-    word = topic.lower()
-    flags_of_method = (command_of_method(topic) or "").split()
+        return "\n".join([head, *_overview(root(), flags, refused), FOOTER])
+    of_method = (command_of_method(topic) or "").split()
     found: list[Flag] = []
-    for flag in flags.values():
+    for flag in flags:
         text = f"{flag.path} {flag.help} {' '.join(flag.choices or ())}"
-        if word in text.lower() or flag.name in flags_of_method:
+        if topic.lower() in text.lower() or flag.name in of_method:
             found.append(flag)
     if not found:
-        return (
-            f"{command} has no flag with {topic} in its name, description or choices: try --help "
-            "all."
-        )
-    return "\n".join(_entries_by_section(found, refused_flags(root)))
+        return f"{command} has no flag with {topic} in its text or choices: try --help all."
+    return "\n".join(_entries_by_section(found, refused))
 
 
-def _overview(root: type[Any]) -> Iterator[str]:
+def _overview(defaults: Any, flags: list[Flag], refused: set[str]) -> Iterator[str]:
     """Yield the required flags, one line per section, and the flags outside sections."""
-    flags = flags_of(root).values()
-    refused = refused_flags(root)
-    defaults = root()
     yield "\nRequired:"
     for flag in flags:
         if flag.required:

@@ -188,9 +188,7 @@ class RLFlags(Root):
     ckpt: shared.CheckpointConfig = shared.CheckpointConfig(
         path="./ckpt/checkpoints_ppo_ray", max_mem=float("inf")
     )
-    logger: shared.LoggerConfig = shared.LoggerConfig(
-        wandb=shared.WandbConfig(project="openrlhf_train_ppo")
-    )
+    logger: shared.LoggerConfig = shared.logger_of("openrlhf_train_ppo")
 
     @property
     def keeps_best(self) -> bool:

@@ -4,7 +4,7 @@ All commands share the tables in `legacy_names`. Each command uses the entries f
 """
 
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 from openrlhf.config.flags import Flag
 from openrlhf.config.legacy_names import (
@@ -22,7 +22,6 @@ from openrlhf.config.legacy_names import (
 
 CRITIC_FLAGS = ("algo.advantage.lambd", "critic.value_clip")
 OLD_LENGTHS = ("prompt_max_len", "generate_max_len")  # default: 1024 tokens each
-MOST_RENAMES = 3  # old names listed in one notice
 Group = tuple[str, list[str]]  # a flag as typed, without dashes, and the words after it
 
 
@@ -30,11 +29,10 @@ Group = tuple[str, list[str]]  # a flag as typed, without dashes, and the words 
 class Translation:
     """A command line with current flag names, and the messages about old names."""
 
-    groups: list[Group] = field(default_factory=list[Group])
-    notices: list[str] = field(default_factory=list[str])
-    violations: list[str] = field(default_factory=list[str])
-    # the current spelling of each old name
-    renamed: dict[str, str] = field(default_factory=dict[str, str])
+    groups: list[Group]
+    notices: list[str]
+    violations: list[str]
+    renamed: dict[str, str]  # the current spelling of each old name
 
 
 def aliases(
@@ -72,7 +70,7 @@ def _paths_by_last_parts(flags: Iterable[str]) -> dict[str, list[str]]:
 def translate(groups: Iterable[Group], flags: Mapping[str, Flag]) -> Translation:
     """Return the command line with old names replaced. Other names are unchanged."""
     known = aliases(flags)
-    result = Translation()
+    result = Translation(groups=[], notices=[], violations=[], renamed={})
     lengths: dict[str, str] = {}
     for name, words in groups:
         value = " ".join(words)
@@ -81,7 +79,10 @@ def translate(groups: Iterable[Group], flags: Mapping[str, Flag]) -> Translation
             old, extra = f"{name}={value}", ""
         path, _, new = SWITCHES.get(old, "").partition(" ")
         if name in known:
-            _rename(name, words, known[name], result)
+            if name == "vllm_is_truncated_threshold" and len(words) == 1:
+                words = ["0", *words]  # the old flag was only an upper bound
+            result.groups += [(target, words) for target in known[name]]
+            result.renamed[name] = " and ".join(f"--{target}" for target in known[name])
         elif path in flags and (not extra or "{}" in new):
             new = new.replace("{}", extra)
             result.groups.append((path, [new]))
@@ -101,19 +102,12 @@ def translate(groups: Iterable[Group], flags: Mapping[str, Flag]) -> Translation
     if lengths or (only_response and "data.max_len" not in typed and "config" not in typed):
         _translate_lengths(lengths, "".join(typed.get("rollout.max_new_tokens", [])), result)
     if result.renamed:
-        notices = [_renames(result.renamed)]
+        renames = "; ".join(f"--{old} is now {new}" for old, new in result.renamed.items())
+        notices = [f"{renames}."]
         if any("." not in name for name in result.renamed):
             notices += _moved_defaults(dict(result.groups), flags)
         result.notices.insert(0, " ".join(notices))
     return result
-
-
-def _rename(name: str, words: list[str], targets: list[str], result: Translation) -> None:
-    if name == "vllm_is_truncated_threshold" and len(words) == 1:
-        words = ["0", *words]  # the old flag was only an upper bound
-    for target in targets:
-        result.groups.append((target, words))
-    result.renamed[name] = " and ".join(f"--{target}" for target in targets)
 
 
 def _moved_defaults(typed: Mapping[str, Sequence[str]], flags: Mapping[str, Flag]) -> list[str]:
@@ -134,17 +128,6 @@ def _moved_defaults(typed: Mapping[str, Sequence[str]], flags: Mapping[str, Flag
         "Some defaults have changed since older releases. This command uses the new ones: "
         f"{', '.join(changed)}."
     ]
-
-
-def _renames(renamed: Mapping[str, str]) -> str:
-    """Return one sentence that lists the old names."""
-    if len(renamed) <= MOST_RENAMES:
-        return "; ".join(f"--{old} is now {new}" for old, new in renamed.items()) + "."
-    named = ", ".join(f"--{old}" for old in list(renamed)[:MOST_RENAMES])
-    return (
-        f"{len(renamed)} flags have names from older releases ({named}, ...): --help all lists the "
-        "current names."
-    )
 
 
 def takes_no_value(name: str, words: Sequence[str], path: str = "") -> str:

@@ -23,6 +23,7 @@ from openrlhf.config.flags import (
     flags_of,
     mentions,
     nearest,
+    text_of,
 )
 from openrlhf.config.help import help_text
 from openrlhf.config.legacy import Group, takes_no_value
@@ -43,16 +44,14 @@ FREE_TO_CHANGE = (
     "placement.*",
     "use_ms",
     "train.colocate_*",
-    "train.max_restarts",
+    "*.max_restarts",
     "*.num_nodes",
     "*.num_gpus_per_node",
-    "*_timeout",
-    "*.timeout",
+    "*timeout",
     "*.workers",
     "*.dataloader_num_workers",
     "*.memory_gib",
-    "*.offload",
-    "*_offload",
+    "*offload",
     "*_parallel_size",
     "*_engines",
     "ds.zero_stage",
@@ -62,7 +61,6 @@ FREE_TO_CHANGE = (
     "ds.overlap_comm",
     "ds.use_universal_ckpt",
     "*.enable_sleep",
-    "vllm.max_restarts",
     "vllm.gpu_memory_utilization",
     "vllm.sync_*",
 )
@@ -130,7 +128,7 @@ class Reader:
                 file = os.path.expanduser(" ".join(words))
             elif name:
                 self._take(name, words, typed)
-            else:
+            elif words:
                 self.problems.append(f"{' '.join(words)} does not follow a flag that accepts it.")
         written: dict[str, Any] = {}
         if file:
@@ -235,8 +233,8 @@ class Reader:
                 "folder."
             )
         try:
-            content: Any = yaml.safe_load(Path(file).read_text(encoding="utf-8"))
-        except (OSError, UnicodeDecodeError, yaml.YAMLError) as error:
+            content: Any = yaml.safe_load(text_of("--config", file))
+        except yaml.YAMLError as error:
             raise ConfigError(f"--config {file} cannot be read: {error}") from error
         if not isinstance(content, dict | None):
             raise ConfigError(
@@ -273,8 +271,6 @@ def _split_at_flags(argv: Iterable[str]) -> list[Group]:
             groups.append((bare, words))
         else:
             groups[-1][1].append(word)
-    if not groups[0][1]:
-        return groups[1:]
     return groups
 
 

@@ -19,20 +19,11 @@ def group_sizes(config: RLFlags) -> dict[str, Any]:
     """
     sizes = rules.machine_values(config)
     for owner, *others in config.train.colocated:
-        for role in others:
-            if role != "teacher":
-                sizes |= _sizes_of_owner(config, role, owner, sizes)
+        for leaf in ("num_nodes", "num_gpus_per_node"):
+            size = sizes.get(f"{owner}.{leaf}", value_at(config, f"{owner}.{leaf}"))
+            shared = {f"{role}.{leaf}": size for role in others if role != "teacher"}
+            sizes |= config.unless_given(shared)
     return sizes
-
-
-def _sizes_of_owner(
-    config: RLFlags, role: str, owner: str, sizes: dict[str, Any]
-) -> dict[str, Any]:
-    copied: dict[str, Any] = {}
-    for leaf in ("num_nodes", "num_gpus_per_node"):
-        path = f"{owner}.{leaf}"
-        copied[f"{role}.{leaf}"] = sizes.get(path, value_at(config, path))
-    return config.unless_given(copied)
 
 
 def learning_values(config: RLFlags) -> dict[str, Any]:
@@ -43,7 +34,9 @@ def learning_values(config: RLFlags) -> dict[str, Any]:
     values = config.unless_given(own)
     values["critic.model_name_or_path"] = None
     if config.estimator.needs_critic:
-        values["critic.model_name_or_path"] = critic_source(config)
+        sources = [config.critic.model_name_or_path, *config.reward.scalars]
+        source = next(filter(None, sources), config.actor.model_name_or_path)
+        values["critic.model_name_or_path"] = source
     if config.estimator.per_group:
         values["algo.advantage.gamma"] = 1.0
     if config.train.agent_func_path:
@@ -61,15 +54,6 @@ def clip_values(config: RLFlags) -> dict[str, Any]:
     if loss.clip and "actor.eps_clip" not in config.given:
         clip = loss.clip
     return {"actor.eps_clip_low_high": clip, "algo.loss.aggregation": loss.aggregation}
-
-
-def critic_source(config: RLFlags) -> str:
-    """Return the model that the critic is initialized from."""
-    if config.critic.model_name_or_path:
-        return config.critic.model_name_or_path
-    for reward_model in config.reward.scalars:
-        return reward_model
-    return config.actor.model_name_or_path
 
 
 def rollout_values(config: RLFlags) -> dict[str, Any]:

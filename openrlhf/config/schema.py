@@ -59,7 +59,7 @@ def _property(flag: Flag) -> dict[str, Any]:
         value[KEYWORDS[name]] = limit
     if flag.choices is not None:
         value["enum"] = list(flag.choices)
-    schema = value
+    schema: dict[str, Any] = value
     if flag.shape in ("pair", "list"):
         schema = {"type": "array", "items": value}
     if flag.shape == "pair":

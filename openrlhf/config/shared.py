@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from pathlib import Path
 
 from openrlhf.config import choices
 from openrlhf.config.flags import Section, Unused, derived, option, required
@@ -69,11 +68,6 @@ class CheckpointConfig(Section):
         """True if a later run can resume from the checkpoints."""
         return self.saves and not self.disable_ds
 
-    @property
-    def has_earlier(self) -> bool:
-        """True if an earlier run has left checkpoints in the folder."""
-        return any(Path(self.path).glob("*.manifest.json"))
-
 
 class WandbConfig(Section):
     """Weights & Biases."""
@@ -102,6 +96,11 @@ class LoggerConfig(Section):
     tensorboard_dir: str | None = option(
         None, "Folder for TensorBoard's event files.", holds="place", writes="events"
     )
+
+
+def logger_of(project: str) -> LoggerConfig:
+    """Return the logger section of a command with this default project."""
+    return LoggerConfig(wandb=WandbConfig(project=project))
 
 
 class RunConfig(Section):

@@ -79,9 +79,7 @@ class SFTConfig(SupervisedConfig):
     """Supervised fine-tuning."""
 
     ckpt: shared.CheckpointConfig = shared.CheckpointConfig(path="./ckpt/checkpoints_sft")
-    logger: shared.LoggerConfig = shared.LoggerConfig(
-        wandb=shared.WandbConfig(project="openrlhf_train_sft")
-    )
+    logger: shared.LoggerConfig = shared.logger_of("openrlhf_train_sft")
     train: shared.TrainConfig = shared.TrainConfig(max_epochs=2)
     model: SFTModelConfig = SFTModelConfig()
     data: SFTDataConfig = SFTDataConfig(input_template="User: {}\nAssistant: ")
@@ -211,9 +209,7 @@ class DPOConfig(ReferencedConfig):
     """Direct preference optimization from pairs: DPO, cDPO, IPO, SLiC, robust DPO, SimPO, ORPO."""
 
     ckpt: shared.CheckpointConfig = shared.CheckpointConfig(path="./ckpt/checkpoints_dpo")
-    logger: shared.LoggerConfig = shared.LoggerConfig(
-        wandb=shared.WandbConfig(project="openrlhf_train_dpo")
-    )
+    logger: shared.LoggerConfig = shared.logger_of("openrlhf_train_dpo")
     adam: shared.AdamConfig = shared.AdamConfig(lr=1e-5)
     eval: shared.EvalConfig = shared.EvalConfig(split="test")
     model: DPOModelConfig = DPOModelConfig()
@@ -273,9 +269,7 @@ class KTOConfig(ReferencedConfig):
     """KTO: preference optimization from answers labeled desirable or undesirable."""
 
     ckpt: shared.CheckpointConfig = shared.CheckpointConfig(path="./ckpt/checkpoints_kto")
-    logger: shared.LoggerConfig = shared.LoggerConfig(
-        wandb=shared.WandbConfig(project="openrlhf_train_kto")
-    )
+    logger: shared.LoggerConfig = shared.logger_of("openrlhf_train_kto")
     adam: shared.AdamConfig = shared.AdamConfig(lr=1e-5)
     eval: shared.EvalConfig = shared.EvalConfig(split="test")
     kto: KTOLossConfig = KTOLossConfig()
@@ -325,9 +319,7 @@ class KDConfig(SFTConfig):
     """Knowledge distillation from a teacher."""
 
     ckpt: shared.CheckpointConfig = shared.CheckpointConfig(path="./ckpt/checkpoints_kd")
-    logger: shared.LoggerConfig = shared.LoggerConfig(
-        wandb=shared.WandbConfig(project="openrlhf_train_kd")
-    )
+    logger: shared.LoggerConfig = shared.logger_of("openrlhf_train_kd")
     train: shared.TrainConfig = shared.TrainConfig()
     eval: shared.EvalConfig = shared.EvalConfig(split="test")
     kd: KDLossConfig = KDLossConfig()
@@ -366,9 +358,7 @@ class PRMConfig(SupervisedConfig):
     """Process reward model from labeled steps."""
 
     ckpt: shared.CheckpointConfig = shared.CheckpointConfig(path="./ckpt/checkpoints_prm")
-    logger: shared.LoggerConfig = shared.LoggerConfig(
-        wandb=shared.WandbConfig(project="openrlhf_train_prm")
-    )
+    logger: shared.LoggerConfig = shared.logger_of("openrlhf_train_prm")
     adam: shared.AdamConfig = shared.AdamConfig(lr=1e-6)
     train: shared.TrainConfig = shared.TrainConfig(micro_batch_size=1)
     eval: shared.EvalConfig = shared.EvalConfig(split="test")
@@ -415,9 +405,7 @@ class RMConfig(SupervisedConfig):
     measures_training_rows: ClassVar[bool] = True
 
     ckpt: shared.CheckpointConfig = shared.CheckpointConfig(path="./ckpt/checkpoints_rm")
-    logger: shared.LoggerConfig = shared.LoggerConfig(
-        wandb=shared.WandbConfig(project="openrlhf_train_rm")
-    )
+    logger: shared.LoggerConfig = shared.logger_of("openrlhf_train_rm")
     adam: shared.AdamConfig = shared.AdamConfig(lr=9e-6)
     train: shared.TrainConfig = shared.TrainConfig(micro_batch_size=1)
     model: RMModelConfig = RMModelConfig()

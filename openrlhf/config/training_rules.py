@@ -1,6 +1,7 @@
 """Rules and notices for training commands. `rules` defines what a rule is."""
 
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 from openrlhf.config.flags import value_at
@@ -80,7 +81,7 @@ def checkpoint_notices(ckpt: CheckpointConfig) -> Iterator[str]:
         return
     if ckpt.disable_ds and not ckpt.save_hf:
         yield "--ckpt.save_steps saves nothing: --ckpt.disable_ds is on and --ckpt.save_hf is off."
-    if ckpt.has_earlier and not ckpt.load_enable:
+    if any(Path(ckpt.path).glob("*.manifest.json")) and not ckpt.load_enable:
         yield (
             "<ckpt.path> has checkpoints from an earlier run: this run replaces those with the "
             "same step numbers. Use --ckpt.load_enable to resume from the newest one, or a "
