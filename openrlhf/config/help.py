@@ -32,9 +32,7 @@ def help_text(root: type[Any], command: str, *, topic: str = "") -> str:
     The topic `all` selects all flags; any other topic selects the flags with this word in their
     name, description or choices, or the flags of the method with this name, such as `dapo`.
     """
-    head = f"usage: {_program(command)} [--config FILE.yaml] [--flag VALUE ...]
-
-{root.__doc__}"
+    head = f"usage: {_program(command)} [--config FILE.yaml] [--flag VALUE ...]\n\n{root.__doc__}"
     flags = list(flags_of(root).values())
     refused = refused_flags(root)
     if topic == "all":

@@ -185,11 +185,7 @@ def test_train_ppo_accepts_the_flags_of_older_launch_scripts(
         ),
     }
     done = run("train_ppo", line | {"run.dir": folder})
-<<<<<<< HEAD
-    assert "flags have names from older releases" in done.errors
-=======
     assert "--pretrain is now --actor.model_name_or_path; " in done.errors
->>>>>>> 6ae96778 (Configuration: fewer helpers and one list of renames)
     all_plausible(folder)
     assert [row["rollout/num_samples"] for row in numbers(folder) if "train/reward" in row] == [
         16,
