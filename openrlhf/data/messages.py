@@ -160,10 +160,11 @@ def tools_of(row: Mapping[str, Any]) -> list[dict[str, Any]]:
 
     Raises DataError for any other value.
     """
-    tools: Any = row.get(TOOLS) or []
-    if isinstance(tools, str):
+    written: Any = row.get(TOOLS) or []
+    tools: Any = written
+    if isinstance(written, str):
         with suppress(ValueError):
-            tools = json.loads(tools)
+            tools = json.loads(written)
     if not _are_objects(tools):
         raise row_error(
             row, TOOLS, f"is {kind(tools)}, not a list of tool definitions or its JSON."
