@@ -24,7 +24,7 @@ from openrlhf.observability.metrics import Metric, merge_all
 from openrlhf.training import devices, ds_config
 from openrlhf.training.averaging import WeightAverage, rank_file
 from openrlhf.training.masters import ChangedWeights, restore_masters, round_new_weights
-from openrlhf.training.nonfinite import LossTerm, NonFiniteError, describe_cause
+from openrlhf.training.nonfinite import LossTerm, NonFiniteError, describe_cause, watched_gradients
 from openrlhf.training.optimizers import make_optimizer, make_schedule
 from openrlhf.training.quiet_deepspeed import OffloadStateTypeEnum
 from openrlhf.training.random_state import random_state, restore_random_state
@@ -200,15 +200,16 @@ class TrainEngine:
             totals[name] = total or 1.0  # avoid dividing by zero: the sum over no terms is 0
         totals |= sums
         terms: list[LossTerm] = []
-        for turn in range(rounds):
-            term, metrics = loss(window[min(turn, len(window) - 1)], totals)
-            if turn < len(window):
-                # DeepSpeed averages gradients over the ranks, but the window needs their sum.
-                self.engine.backward(term * self.strategy.dp_size)
-                terms.append(LossTerm(term.detach(), metrics))
-            else:
-                self.engine.backward(term * 0.0)
-        return self._step(terms, max_nonfinite)
+        with watched_gradients(self.module, enabled=self.nonfinite_in_a_row > 0) as broken:
+            for turn in range(rounds):
+                term, metrics = loss(window[min(turn, len(window) - 1)], totals)
+                if turn < len(window):
+                    # DeepSpeed averages gradients over the ranks, but the window needs their sum.
+                    self.engine.backward(term * self.strategy.dp_size)
+                    terms.append(LossTerm(term.detach(), metrics))
+                else:
+                    self.engine.backward(term * 0.0)
+        return self._step(terms, broken, max_nonfinite)
 
     def _first_pass(
         self, window: Sequence[M], before: Callable[[M], tuple[M, Totals]], rounds: int
@@ -237,7 +238,7 @@ class TrainEngine:
             sums.append(math.fsum(of_micro[name] for of_micro in numbers))
         return dict(zip(names, self.strategy.all_reduce(sums), strict=True))
 
-    def _step(self, terms: list[LossTerm], max_nonfinite: int) -> StepResult:
+    def _step(self, terms: list[LossTerm], broken: list[str], max_nonfinite: int) -> StepResult:
         """Apply the window's gradients, or skip and count the step if their norm is not finite."""
         lr = self._lr()
         changed: float | None = None
@@ -259,8 +260,8 @@ class TrainEngine:
             raise NonFiniteError(
                 f"{self.nonfinite_in_a_row} optimizer step(s) of the {self.name} in a row were "
                 "skipped because the loss or a gradient was NaN or infinite. In the last step, "
-                f"{describe_cause(self.strategy, terms)}. Lower the learning rate, check the "
-                "rewards and data of these steps, or raise --train.max_nonfinite."
+                f"{describe_cause(self.strategy, terms, broken)}. Lower the learning rate, check "
+                "the rewards and data of these steps, or raise --train.max_nonfinite."
             )
         metrics = merge_all(term.metrics for term in terms)
         return StepResult(

@@ -307,7 +307,7 @@ def test_resumed_run_uses_the_learning_rate_from_its_own_flags(workspace: Path) 
     )
     slow, fast = default_schedule(1e-2, 6), default_schedule(2e-2, 6)
     assert column(folder, "train/lr") == [*slow[:3], *fast[3:]]
-    assert f"--run.dir {workspace / 'elsewhere'} is not used" in done.printed
+    assert f"Ignoring --run.dir {workspace / 'elsewhere'}" in done.printed
     assert not (workspace / "elsewhere").exists()
 
 
@@ -408,7 +408,7 @@ def test_sft_in_bfloat16_learns_from_gsm8k_chat_messages(workspace: Path, data_d
         ({"data.output_key": "answer"}, r"no column 'answer', which --data\.output_key names"),
         (
             {"train.batch_size": 64, "train.micro_batch_size": 64},
-            r"52 usable rows.*lower --train\.batch_size 64",
+            r"52 usable rows.*Lower --train\.batch_size 64",
         ),
         ({"data.max_length": 64}, r"no flag --data\.max_length\. Did you mean --data\.max_len\?"),
         ({"adam.lr": -1.0}, r"--adam\.lr"),
