@@ -108,7 +108,7 @@ def inputs(config: Any) -> list[tuple[Flag, str]]:
     for flag, value in flags_in(config):
         paths: list[str] = []
         if flag.holds == "place" and not flag.writes:
-            given = config.given.get(flag.path, value) or []
+            given: Any = config.given.get(flag.path, value) or ()
             paths += [given] if isinstance(given, str) else given
         elif not flag.writes and flag.holds:
             paths += items(value)
