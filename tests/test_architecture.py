@@ -17,7 +17,7 @@ LEVELS = {
         (
             ("masking",),
             ("reporting",),
-            ("config", "core", "files", "locks", "termination"),
+            ("config", "core", "files", "locks", "ring", "termination"),
             ("algorithms", "checks", "observability", "rendezvous"),
             ("weights",),
             ("models", "data", "training"),
@@ -48,7 +48,7 @@ HOMES = {
     "math_verify": ["rewards.graders"],
     "wandb": ["observability.trackers"],
     "rich": ["observability.*"],
-    "peft": ["models.adapters", "checkpoints.combine"],
+    "peft": ["models.adapters", "training.tensor_parallel", "checkpoints.combine"],
     "bitsandbytes": ["training.whole"],
     "fastapi": ["serving.server", "agents.openai_endpoint"],
     "uvicorn": ["serving.server", "serving.connections", "agents.openai_endpoint"],

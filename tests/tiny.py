@@ -10,6 +10,7 @@ from transformers import (
     AutoModelForCausalLM,
     AutoModelForSequenceClassification,
     AutoTokenizer,
+    Gemma3TextConfig,
     LlamaConfig,
     MistralConfig,
     MixtralConfig,
@@ -63,6 +64,9 @@ def tiny_config(kind: str, **changes: object) -> PretrainedConfig:
             )
         case "mixtral":
             return MixtralConfig(**sizes)
+        case "gemma3":
+            layers = ["sliding_attention", "full_attention"]
+            return Gemma3TextConfig(**sizes, head_dim=8, sliding_window=4, layer_types=layers)
         case _:
             raise ValueError(kind)
 

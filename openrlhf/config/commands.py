@@ -137,11 +137,19 @@ class RecordedCommand(ModelCommand):
         values["run.dir"] = self.run.dir or f"./runs/{command}-{start}-{os.getpid()}"
         if "{}" not in (self.data.input_template or ""):
             values["data.input_template"] = None
+        if self.ds.ring_attn_size > 1:
+            values |= {"ds.packing_samples": True, "ds.attn_implementation": "sdpa"}
         return values
+
+    def violations(self) -> Iterator[str]:
+        """Yield what is wrong: also with layers that several ranks share."""
+        yield from super().violations()
+        yield from rules.parallelism_violations(self.ds)
 
     def notices(self) -> Iterator[str]:
         """Yield notices, including about a template that may not do what the user expects."""
         yield from super().notices()
+        yield from rules.parallelism_notices(self.ds, self.given)
         typed, template = self.given.get("data.input_template"), self.data.input_template
         if typed is not None and template is None:
             yield (

@@ -7,7 +7,9 @@ from typing import Any
 from openrlhf.config import choices, machine, sampling_rules, training_rules
 from openrlhf.config.flags import value_at
 from openrlhf.config.learning import RLFlags
+from openrlhf.config.rollout import RewardConfig
 from openrlhf.config.rules import probability_violations
+from openrlhf.config.shared import GroupConfig
 
 RANGES = (
     "algo.dynamic_filtering_range",
@@ -247,34 +249,48 @@ def device_violations(config: RLFlags) -> Iterator[str]:
     """Yield violations in device sharing, engine placement and Ray resources."""
     if config.ds.enable_sleep and config.ds.zero_stage == 0:
         yield "<ds.enable_sleep> needs --ds.zero_stage 1, 2 or 3."
+    yield from _slice_violations(config)
     yield from _shared_device_violations(config)
     if config.hybrid and not (config.rollout.only or config.rollout.replay_dir):
         yield from _hybrid_violations(config)
     yield from _placement_violations(config)
 
 
+def _used_groups(config: RLFlags) -> dict[str, GroupConfig | RewardConfig]:
+    """Return the processes of each role with models, by the prefix of their flags."""
+    used: dict[str, GroupConfig | RewardConfig] = {"actor": config.actor}
+    if config.has_frozen_policy:
+        used["ref"] = config.ref
+    if config.estimator.needs_critic:
+        used["critic"] = config.critic
+    if config.reward.models:
+        used["reward"] = config.reward
+    return used
+
+
+def _slice_violations(config: RLFlags) -> Iterator[str]:
+    """Yield a violation for each role whose processes cannot share sequences and layers evenly."""
+    size = config.ds.ranks_per_slice
+    for role, group in _used_groups(config).items():
+        if group.num_nodes * group.num_gpus_per_node % size:
+            yield (
+                f"<{role}.num_nodes> x <{role}.num_gpus_per_node> is not a multiple of the {size} "
+                "ranks that work on the same rows (<ds.ring_attn_size> x "
+                "<ds.tensor_parallel_size>)."
+            )
+
+
 def _shared_device_violations(config: RLFlags) -> Iterator[str]:
     """Yield a violation if roles that share devices do not have the same number of processes."""
-    exists = {
-        "actor": True,
-        "ref": config.has_frozen_policy,
-        "critic": config.estimator.needs_critic,
-        "reward": bool(config.reward.models),
-    }
+    used = _used_groups(config)
     switches = ("colocate_all", "colocate_actor_ref", "colocate_critic_reward")
     flags = [f"--train.{name}" for name in switches if value_at(config.train, name)]
     for roles in config.train.colocated:
-        sharing = [role for role in roles if exists.get(role)]
+        sharing = [role for role in roles if role in used]
         for other in sharing[1:]:
             first = sharing[0]
-            sizes = [
-                (
-                    value_at(config, f"{role}.num_nodes"),
-                    value_at(config, f"{role}.num_gpus_per_node"),
-                )
-                for role in (first, other)
-            ]
-            if sizes[0] != sizes[1]:
+            size = (used[first].num_nodes, used[first].num_gpus_per_node)
+            if size != (used[other].num_nodes, used[other].num_gpus_per_node):
                 yield (
                     f"{' and '.join(flags)} requires equal sizes, but they are <{first}.num_nodes> "
                     f"<{first}.num_gpus_per_node> and <{other}.num_nodes> "

@@ -17,7 +17,7 @@ from urllib.parse import urlsplit
 from openrlhf.config import machine
 from openrlhf.config.effects import unused_flags
 from openrlhf.config.flags import Flag, flags_in, flags_of, items, value_at
-from openrlhf.config.shared import LoadingConfig
+from openrlhf.config.shared import DeepSpeedConfig, LoadingConfig
 
 FILE_ENDINGS = (".json", ".jsonl", ".csv", ".tsv", ".parquet", ".arrow")
 ATTENTIONS = ("flash_attention_2", "flash_attention_3", "flex_attention", "sdpa", "eager")
@@ -52,7 +52,9 @@ def loading_notices(ds: LoadingConfig, given: Mapping[str, Any]) -> Iterator[str
     """Yield notices about a replaced attention implementation and a slow data type."""
     asked = given.get("ds.attn_implementation")
     if asked and asked != ds.attn_implementation:
-        if ds.packing_samples and mixes_samples(asked):
+        if isinstance(ds, DeepSpeedConfig) and ds.ring_attn_size > 1:
+            why = f"--ds.ring_attn_size {ds.ring_attn_size} has an attention of its own"
+        elif ds.packing_samples and mixes_samples(asked):
             why = "it mixes the samples that --ds.packing_samples concatenates"
         elif machine.count_gpus() == 0:
             why = "there is no GPU"
@@ -85,15 +87,38 @@ def loading_violations(ds: LoadingConfig) -> Iterator[str]:
         )
 
 
+def parallelism_notices(ds: DeepSpeedConfig, given: Mapping[str, Any]) -> Iterator[str]:
+    """Yield a notice if sequences are packed only because a ring of ranks shares them."""
+    if ds.ring_attn_size > 1 and not given.get("ds.packing_samples"):
+        yield "--ds.packing_samples is on: <ds.ring_attn_size> divides packed rows over ranks."
+
+
+def parallelism_violations(ds: DeepSpeedConfig) -> Iterator[str]:
+    """Yield what cannot be combined with layers that several ranks share."""
+    if ds.tensor_parallel_size == 1:
+        return
+    if ds.load_in_4bit:
+        yield (
+            "<ds.tensor_parallel_size> cannot split 4-bit weights: leave out --ds.load_in_4bit, or "
+            "use --ds.tensor_parallel_size 1."
+        )
+    if ds.lora.rank and ds.lora.dora:
+        yield (
+            "<ds.tensor_parallel_size> cannot split the magnitudes of --ds.lora.dora: leave it "
+            "out, or use --ds.tensor_parallel_size 1."
+        )
+
+
 def machine_values(config: Any) -> dict[str, Any]:
     """Return the values that depend on this machine's devices, by path.
 
     By default, there is one process for reward code per core and, without GPUs, one process per
-    role.
+    role, or as many as share a sequence and a layer.
     """
     values = {"reward.workers": config.reward.workers or machine.usable_cores()}
     if not machine.count_gpus():
-        values |= dict.fromkeys(_sizes_not_given(config), 1)
+        for path in _sizes_not_given(config):
+            values[path] = config.ds.ranks_per_slice
     return values
 
 
@@ -102,12 +127,13 @@ def single_process_notices(config: Any) -> Iterator[str]:
     if machine.count_gpus():
         return
     unused = unused_flags(config)
-    single: list[str] = []
+    smallest: list[str] = []
     for path in _sizes_not_given(config):
-        if value_at(config, path) == 1 and path not in unused:
-            single.append(f"--{path}")
-    if single:
-        yield f"There is no GPU, so the default is 1 for {', '.join(single)}."
+        if value_at(config, path) == config.ds.ranks_per_slice and path not in unused:
+            smallest.append(f"--{path}")
+    if smallest:
+        size = config.ds.ranks_per_slice
+        yield f"There is no GPU, so the default is {size} for {', '.join(smallest)}."
 
 
 def _sizes_not_given(config: Any) -> list[str]:

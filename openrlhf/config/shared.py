@@ -215,6 +215,11 @@ class LoadingConfig(Section):
         "reference, but not those of reward models in RL.",
     )
 
+    @property
+    def ranks_per_slice(self) -> int:
+        """The number of ranks that work on the same rows."""
+        return 1
+
 
 class DeepSpeedConfig(LoadingConfig):
     """DeepSpeed: precision, memory, parallelism."""
@@ -248,22 +253,13 @@ class DeepSpeedConfig(LoadingConfig):
         False, "Compile the model with torch.compile.", not_yet="leave it out"
     )
     tensor_parallel_size: int = option(
-        1,
-        "Tensor-parallel size: ranks that each layer is split across.",
-        ge=1,
-        not_yet="use 1 and --ds.zero_stage 3",
+        1, "Tensor-parallel size: ranks that each layer is split across.", ge=1
     )
     ring_attn_size: int = option(
-        1,
-        "Ring attention size: ranks that each sequence is split across.",
-        ge=1,
-        not_yet="use 1 and a smaller --data.max_len",
+        1, "Ring attention size: ranks that each sequence is split across.", ge=1
     )
     ring_attn_head_stride: int = option(
-        1,
-        "Attention heads per ring step; larger values are faster but need more memory.",
-        ge=1,
-        unless="ring_attn_size 1",
+        1, "No effect: a ring sends all heads at once.", ge=1, obsolete=True
     )
     lora: LoraConfig = LoraConfig()
 
@@ -277,8 +273,12 @@ class DeepSpeedConfig(LoadingConfig):
 
         Ranks that share sequences or layers get the same slice.
         """
-        ranks_per_slice = self.ring_attn_size * self.tensor_parallel_size
-        return max(1, ranks // max(1, ranks_per_slice))
+        return max(1, ranks // self.ranks_per_slice)
+
+    @property
+    def ranks_per_slice(self) -> int:
+        """The number of ranks that work on the same rows, at least 1."""
+        return max(1, self.ring_attn_size * self.tensor_parallel_size)
 
 
 class LMDeepSpeedConfig(DeepSpeedConfig):  # for commands that train a language model

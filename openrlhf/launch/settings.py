@@ -204,6 +204,7 @@ def engine_layouts(config: PPOConfig) -> dict[str, EngineLayout]:
         layouts[part] = EngineLayout(
             world_size=role.num_nodes * role.num_gpus_per_node,
             zero_stage=config.ds.zero_stage,
+            tensor_parallel_size=config.ds.tensor_parallel_size,
             param_dtype=config.ds.param_dtype,
         )
     return layouts

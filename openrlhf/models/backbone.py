@@ -1,6 +1,7 @@
 """The decoder under a head. It runs on flat tokens, as one packed row or a right-padded block."""
 
 import sys
+from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
 import torch
@@ -13,7 +14,9 @@ from openrlhf.core.batches import Layout
 from openrlhf.models import packed_attention
 from openrlhf.models.head import OutputHead
 from openrlhf.models.loading import ModelError
+from openrlhf.models.ring_attention import RingRow
 from openrlhf.models.shared_prefixes import SharedPrefixes
+from openrlhf.ring import Ring
 
 # The layer types whose attention is in Transformers' registry.
 ATTENTION_TYPES = {"full_attention", "sliding_attention"}
@@ -28,6 +31,53 @@ class Outputs(NamedTuple):
 
     values: Float[Tensor, "K ..."]
     aux_loss: Float[Tensor, ""] | None = None
+
+
+@dataclass(frozen=True, kw_only=True)
+class Decoded:
+    """The last hidden states of a flat batch, as far as this rank has computed them."""
+
+    states: Float[Tensor, "n H"]
+    num_tokens: int  # N, of the whole batch
+    aux_loss: Tensor | None = None  # the load-balancing loss, if it is computed
+    ring: Ring | None = None
+    # The places of the states in the batch, ascending. None: this rank has all states.
+    places: Int[Tensor, " n"] | None = None
+
+    def held(self, places: Int[Tensor, " K"]) -> Int[Tensor, " k"]:
+        """Return those of `places` whose states this rank has. `places` must ascend."""
+        if self.places is None:
+            return places
+        return places[torch.isin(places, self.places)]
+
+    def at(self, held: Int[Tensor, " k"]) -> Float[Tensor, "k H"]:
+        """Return the states at places that this rank has."""
+        if self.places is None:
+            return self.states[held]
+        return self.states[torch.searchsorted(self.places, held)]
+
+    def column(
+        self, values: Float[Tensor, "n ..."], places: Int[Tensor, " n"] | None = None
+    ) -> Float[Tensor, "N ..."]:
+        """Return the values that all ranks have computed, each at its place; 0 elsewhere.
+
+        Without `places`, the values are those of the states. Collective over a ring.
+        """
+        if places is None:
+            if self.places is None:
+                return values
+            places = self.places
+        return self.joined(values, places, self.num_tokens)
+
+    def joined(
+        self, values: Float[Tensor, "k ..."], rows: Int[Tensor, " k"], count: int
+    ) -> Float[Tensor, "K ..."]:
+        """Return `count` rows with the values of all ranks, 0 where none has one. Collective."""
+        blank = values.new_zeros(count, *values.shape[1:])
+        filled = blank.index_put((rows,), values)
+        if self.ring:
+            return self.ring.sum(filled)
+        return filled
 
 
 def has_balanced_experts(hf: PreTrainedModel) -> bool:
@@ -61,6 +111,7 @@ class HeadedModel(nn.Module):
     """
 
     max_len: int | None = None  # tokens in the run's longest sequence, if known
+    ring: Ring | None = None  # the ranks that share each packed row
 
     def __init__(
         self, hf: PreTrainedModel, head: OutputHead, *, packing: bool, balancing: bool
@@ -93,46 +144,53 @@ class HeadedModel(nn.Module):
         config: Any = self.hf.get_decoder().config
         supported = config._attn_implementation in (packed_attention.NAME, packed_attention.FLASH)
         only_attention = set(getattr(config, "layer_types", None) or ()) <= ATTENTION_TYPES
-        if not (self.packing and supported and only_attention):
+        if self.ring or not (self.packing and supported and only_attention):
             return None
         return SharedPrefixes.of(tokens, offsets)
 
-    def decode(
-        self, tokens: Int[Tensor, " N"], offsets: Int[Tensor, " B+1"]
-    ) -> tuple[Tensor, Tensor | None]:
-        """Return the last hidden state of every token, (N, H), and the load-balancing loss.
+    def decode(self, tokens: Int[Tensor, " N"], offsets: Int[Tensor, " B+1"]) -> Decoded:
+        """Compute the last hidden states, and the load-balancing loss if it is wanted.
 
-        The loss is None if it is not computed. No sequence sees another, and packing and padding
-        give the same results.
+        No sequence sees another, and packing, padding and a ring give the same results.
         """
         decoder: Any = self.hf.get_decoder()
-        positions = torch.arange(len(tokens), device=tokens.device)
+        num_tokens = len(tokens)
+        positions = torch.arange(num_tokens, device=tokens.device)
         positions = positions - offsets[:-1].repeat_interleave(offsets.diff())
         arguments: dict[str, Any] = {}
-        if self.packing:
+        rows: Tensor | slice = slice(None)  # of this rank's tokens in the decoder's flat output
+        places: Tensor | None = None  # of this rank's tokens in the batch, if it has only a part
+        if self.ring:
+            row = RingRow(self.ring, offsets.diff().tolist())
+            arguments["ring_row"] = row
+            places = row.places(tokens.device)
+            rows = places < num_tokens  # without the padding of the row
+            places = places[rows]
+            block, positions = row.own_part(tokens)[None], row.own_part(positions)[None]
+        elif self.packing:
             arguments |= _document_arguments(offsets, decoder.config._attn_implementation)
-            places: Tensor | slice = slice(None)  # of the tokens in the decoder's flat output
             shared = self.shared_prefixes(tokens, offsets)
             if shared:
                 arguments["shared_prefixes"] = shared
                 tokens = tokens[shared.computed]
                 positions = positions[shared.computed]
-                places = shared.source  # a shared prefix counts once per sequence
+                rows = shared.source  # a shared prefix counts once per sequence
             block, positions = tokens[None], positions[None]
         else:
             layout = Layout.of(offsets)
             block, positions = layout.gather(tokens), layout.gather(positions)
             arguments["attention_mask"] = layout.real.long()
-            places = layout.real.flatten()
+            rows = layout.real.flatten()
         balancing = self.balancing and self.training
         if balancing:
             arguments["output_router_logits"] = True
         # With a cache, or any mask, packed documents would attend to each other.
         output = decoder(input_ids=block, position_ids=positions, use_cache=False, **arguments)
         # A model that is split over several devices leaves the states on the last one.
-        states = output.last_hidden_state.flatten(0, 1).to(tokens.device)[places]
+        states = output.last_hidden_state.flatten(0, 1).to(tokens.device)[rows]
+        decoded = Decoded(states=states, num_tokens=num_tokens, ring=self.ring, places=places)
         if not balancing:
-            return states, None
-        routed = [logits[places] for logits in output.router_logits]
+            return decoded
+        routed = [decoded.column(logits[rows]) for logits in output.router_logits]
         top_k = decoder.config.get_text_config().num_experts_per_tok
-        return states, load_balancing_loss(routed, top_k=top_k)
+        return replace(decoded, aux_loss=load_balancing_loss(routed, top_k=top_k))

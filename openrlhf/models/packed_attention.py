@@ -17,6 +17,7 @@ from torch.nn.attention.varlen import varlen_attn
 from torch.nn.functional import scaled_dot_product_attention
 from transformers import AttentionInterface, PreTrainedModel
 
+from openrlhf.models.ring_attention import RingRow, ring_attention
 from openrlhf.models.shared_prefixes import sharing
 
 NAME = "packed_sdpa"
@@ -36,6 +37,7 @@ def packed_sdpa(
     attention_mask: Tensor | None,
     *,
     document_lengths: Sequence[int] | None = None,
+    ring_row: RingRow | None = None,
     document_offsets: Tensor | None = None,  # (B + 1,) int32
     dropout: float = 0.0,
     scaling: float | None = None,
@@ -48,7 +50,7 @@ def packed_sdpa(
     scaled-dot-product attention would silently get wrong, and for layers that do not pass on the
     document boundaries.
     """
-    if document_lengths is None:
+    if document_lengths is None and ring_row is None:
         raise ValueError(
             "its attention layers do not pass keyword arguments to the attention function, which "
             "therefore does not know the boundaries of packed sequences"
@@ -59,10 +61,31 @@ def packed_sdpa(
                 f"its attention uses `{variant}`, which packed SDPA does not compute "
                 "(--ds.attn_implementation flash_attention_2 does, on a GPU)"
             )
+    if ring_row is not None:
+        if dropout:
+            raise ValueError("its attention has dropout, which rings do not compute")
+        attended = ring_attention(query, key, value, ring_row, scale=scaling, window=sliding_window)
+        return attended.transpose(1, 2), None
+    assert document_lengths is not None
     if document_offsets is not None and dropout == 0 and _flash_computes(query, value):
         longest = max(document_lengths)
         return _flash(query, key, value, document_offsets, longest, scaling, sliding_window), None
-    lengths = list(document_lengths)
+    attended = _attend_to_documents(
+        query, key, value, list(document_lengths), dropout, scaling, sliding_window
+    )
+    return attended, None
+
+
+def _attend_to_documents(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    lengths: list[int],
+    dropout: float,
+    scaling: float | None,
+    window: int | None,
+) -> Tensor:
+    """Compute one document after another, by PyTorch's SDPA. Returns (1, N, H, D)."""
     grouped = query.shape[1] != key.shape[1]
     dtype = query.dtype
     if not query.is_cuda:
@@ -70,7 +93,7 @@ def packed_sdpa(
         dtype = torch.promote_types(dtype, torch.float32)
 
     def attend(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        mask = _window_mask(q.shape[2], sliding_window, q.device)
+        mask = _window_mask(q.shape[2], window, q.device)
         return scaled_dot_product_attention(
             q,
             k,
@@ -84,7 +107,7 @@ def packed_sdpa(
 
     documents = (states.to(dtype).split(lengths, 2) for states in (query, key, value))
     # The parts are not bound to a name, so that they are freed before the conversion.
-    return torch.cat(list(map(attend, *documents)), 2).transpose(1, 2).to(query.dtype), None
+    return torch.cat(list(map(attend, *documents)), 2).transpose(1, 2).to(query.dtype)
 
 
 def _flash_computes(query: Tensor, value: Tensor) -> bool:

@@ -9,7 +9,7 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from openrlhf.models.backbone import HeadedModel, Outputs
-from openrlhf.models.head import OutputHead, preceding
+from openrlhf.models.head import OutputHead
 from openrlhf.models.loading import LoadSpec, load_causal_lm, reject_transformed_logits
 
 
@@ -56,18 +56,20 @@ class PolicyModel(HeadedModel):
 
         Logits are computed for wanted tokens only, one chunk at a time.
         """
-        hidden, aux_loss = self.decode(tokens, offsets)
+        decoded = self.decode(tokens, offsets)
         scored = wanted.clone()
         scored[offsets[:-1]] = False
-        places = scored.nonzero()[:, 0]
-        logprobs, entropies = self.head(
-            preceding(hidden, places), tokens[places], temperature, entropy
-        )
-        blank = torch.zeros(len(tokens), dtype=torch.float32, device=tokens.device)
-        logprobs = blank.index_put((places,), logprobs)
+        # A token is scored where the state of the token before it is.
+        previous = decoded.held(scored.nonzero()[:, 0] - 1)
+        places = previous + 1
+        logprobs, entropies = self.head(decoded.at(previous), tokens[places], temperature, entropy)
         if entropies is not None:
-            entropies = blank.index_put((places,), entropies)
-        return TokenScores(logprobs=logprobs, entropy=entropies, aux_loss=aux_loss)
+            entropies = decoded.column(entropies, places)
+        return TokenScores(
+            logprobs=decoded.column(logprobs, places),
+            entropy=entropies,
+            aux_loss=decoded.aux_loss,
+        )
 
 
 class LogitModel(PolicyModel):
@@ -78,7 +80,7 @@ class LogitModel(PolicyModel):
         tokens: Int[Tensor, " N"],
         offsets: Int[Tensor, " B+1"],
         at: Bool[Tensor, " N"],
-        reduce: Callable[[Tensor, slice], Tensor] | None = None,
+        reduce: Callable[[Tensor, slice | Tensor], Tensor] | None = None,
     ) -> Outputs | TokenScores:
         """Return `reduce(logits (k, V), rows)` for the positions `at`, concatenated over the
         chunks.
@@ -88,5 +90,15 @@ class LogitModel(PolicyModel):
         """
         if reduce is None:
             return super().forward(tokens, offsets, at)
-        hidden, aux_loss = self.decode(tokens, offsets)
-        return Outputs(self.head(hidden[at], reduce=reduce)[0], aux_loss)
+        decoded = self.decode(tokens, offsets)
+        places = at.nonzero()[:, 0]
+        held = decoded.held(places)
+        if decoded.places is None:
+            return Outputs(self.head(decoded.at(held), reduce=reduce)[0], decoded.aux_loss)
+        rows = torch.searchsorted(places, held)  # this rank's among all places
+
+        def reduce_own(logits: Tensor, chunk: slice) -> Tensor:
+            return reduce(logits, rows[chunk])
+
+        values, _ = self.head(decoded.at(held), reduce=reduce_own)
+        return Outputs(decoded.joined(values, rows, len(places)), decoded.aux_loss)

@@ -15,6 +15,7 @@ from openrlhf.core.batches import Layout, offsets_of
 from openrlhf.models.loading import end_tokens
 from openrlhf.models.policy import PolicyModel
 from openrlhf.models.probe import LogitGap, find_gap, plain_outputs
+from openrlhf.models.ring_attention import RingRow
 from openrlhf.models.scalar import ScalarModel
 
 CheckedModel = PolicyModel | ScalarModel
@@ -176,6 +177,8 @@ def _find_fault(model: CheckedModel, case: _Case) -> str | None:
     expected, expected_gradient = _differentiate(model.hf, score_alone)
     numbers, gradient = _differentiate(model.hf, score_in_layout)
     gradient = gradient.flatten(0, 1)
+    if model.ring:
+        gradient = _joined(gradient, RingRow(model.ring, case.lengths))
     rows = torch.arange(len(tokens), device=tokens.device)
     if not model.packing:
         rows = Layout.of(offsets).real.flatten().nonzero()[:, 0]
@@ -218,6 +221,13 @@ def _differentiate(hf: PreTrainedModel, forward: Callable[[], Tensor]) -> tuple[
     with hf.get_input_embeddings().register_forward_hook(cut):
         numbers = forward()
     return numbers.detach(), torch.autograd.grad(numbers.sum(), leaves[0])[0]
+
+
+def _joined(gradient: Tensor, row: RingRow) -> Tensor:
+    """Return the gradient of a whole row from this rank's part. Collective over the ring."""
+    padded = gradient.new_zeros(row.num_tokens + row.padding, gradient.shape[-1])
+    padded[row.places(gradient.device)] = gradient
+    return row.ring.sum(padded)[: row.num_tokens]
 
 
 def _score_alone(model: CheckedModel, sequence: Tensor) -> Tensor:

@@ -55,11 +55,11 @@ class ScalarModel(HeadedModel):
 
     def forward(self, tokens: Int[Tensor, " N"], offsets: Int[Tensor, " B+1"]) -> Outputs:
         """Return the value of every prefix of every sequence, in float32, at its last token."""
-        hidden, aux_loss = self.decode(tokens, offsets)
-        values = self.head(hidden)[0][:, 0]
+        decoded = self.decode(tokens, offsets)
+        values = decoded.column(self.head(decoded.states)[0][:, 0])
         if self.normalize:
             values = (values - self.mean) / self.std
-        return Outputs(values, aux_loss)
+        return Outputs(values, decoded.aux_loss)
 
 
 def last_token_scores(

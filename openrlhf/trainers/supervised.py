@@ -357,5 +357,6 @@ def layout_of(strategy: Strategy) -> EngineLayout:
     return EngineLayout(
         world_size=strategy.layout.world_size,
         zero_stage=config.zero_stage,
+        tensor_parallel_size=config.tensor_parallel_size,
         param_dtype=config.param_dtype,
     )

@@ -16,6 +16,8 @@ from openrlhf.training.masters import (
     whole_master,
 )
 from openrlhf.training.strategy import Strategy
+from openrlhf.training.tensor_parallel import joined, part_of
+from openrlhf.training.whole import full_shape
 
 
 class WeightAverage:
@@ -37,12 +39,14 @@ class WeightAverage:
     def _weights(self) -> Iterator[tuple[str, Tensor]]:
         """Yield names and weights: with ZeRO 3 this rank's shards, else whole ones. Collective."""
         for name, parameter in self.parameters.items():
-            if not self.has_masters:
-                yield name, _model_weight(parameter)
-            elif self.sharded:
+            if self.sharded and self.has_masters:
                 yield name, own_shard(parameter)
-            else:
+            elif self.sharded:
+                yield name, _model_weight(parameter)
+            elif self.has_masters:
                 yield name, whole_master(parameter)
+            else:
+                yield name, joined(parameter, parameter.data)
 
     def _copy_weights(self, dtype: torch.dtype | None = None) -> dict[str, Tensor]:
         """Return CPU copies of the weights that this rank averages. Collective."""
@@ -72,12 +76,17 @@ class WeightAverage:
         """Set the model's weights, and its master weights if any, on every rank. Collective."""
         for name, parameter in self.parameters.items():
             model_weight = _model_weight(parameter)
-            weight = torch.empty_like(model_weight, dtype=torch.float32)
+            shape = tuple(model_weight.shape)
+            if not self.sharded:
+                shape = full_shape(parameter)
+            weight = torch.empty(shape, dtype=torch.float32, device=model_weight.device)
             if name in weights:
                 weight.copy_(weights[name])
-            if not self.sharded:
+            if self.sharded:
+                model_weight.copy_(weight)
+            else:
                 torch.distributed.broadcast(weight, src=0)
-            model_weight.copy_(weight)
+                model_weight.copy_(part_of(parameter, weight))
             if self.has_masters and self.sharded:
                 set_own_shard(parameter, weight)
             elif self.has_masters:

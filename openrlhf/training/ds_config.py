@@ -20,6 +20,7 @@ def training_config(ds: DeepSpeedConfig, *, max_norm: float, ranks: int) -> dict
     return _common_config(ds) | {
         "managed_gradient_accumulation": False,
         "zero_force_ds_cpu_optimizer": False,
+        "zero_allow_untested_optimizer": True,  # registered by a user, such as torch's SGD
         "gradient_clipping": max_norm,
         "zero_optimization": zero,
     }
@@ -30,13 +31,14 @@ def trained_zero_stage(ds: DeepSpeedConfig, ranks: int) -> int:
 
     Stage 1 in bfloat16 with --ds.enable_sleep runs as stage 2, because DeepSpeed cannot move the
     optimizer state of stage 1. (Stage 0 is rejected with that flag.) Stage 0 in bfloat16 runs as
-    stage 1, because DeepSpeed's stage 0 cannot accumulate bfloat16 gradients in float32. Stage 2 on
+    stage 1, because DeepSpeed's stage 0 cannot accumulate bfloat16 gradients in float32; so does
+    stage 0 with tensor parallelism, which has no gradient norm over split weights. Stage 2 on
     one process runs as stage 1, because there are no other ranks to shard gradients over, and stage
     2 makes an additional copy of each micro-batch's gradients. All stages compute the same numbers.
     """
     if ds.sleeps and ds.param_dtype == "bf16":
         return max(2, ds.zero_stage)
-    if ds.zero_stage == 0 and ds.param_dtype == "bf16":
+    if ds.zero_stage == 0 and (ds.param_dtype == "bf16" or ds.tensor_parallel_size > 1):
         return 1
     if ds.zero_stage == 2 and ranks == 1:
         return 1
@@ -54,7 +56,14 @@ def inference_config(ds: DeepSpeedConfig, *, offload: bool = False) -> dict[str,
 
 
 def _common_config(ds: DeepSpeedConfig) -> dict[str, Any]:
-    return {
+    parallel: dict[str, Any] = {}
+    if ds.tensor_parallel_size > 1:
+        # The output head stays whole, because it computes log-probabilities chunk by chunk.
+        parallel["tensor_parallel"] = {
+            "autotp_size": ds.tensor_parallel_size,
+            "vocab_parallel_lm_head": False,
+        }
+    return parallel | {
         # DeepSpeed requires this value, but nothing uses it: windows define the batch sizes.
         "train_micro_batch_size_per_gpu": 1,
         "steps_per_print": 10**9,

@@ -71,7 +71,7 @@ class TrainEngine:
         ranks = strategy.layout.world_size
         config = ds_config.training_config(ds, max_norm=optimizer.max_norm, ranks=ranks)
         with strategy.loading(config):
-            module = load()
+            module = strategy.share_sequences(load())
             # Transformers loads models in evaluation mode, which disables dropout and gradient
             # checkpointing.
             module.train()
@@ -205,7 +205,7 @@ class TrainEngine:
                 term, metrics = loss(window[min(turn, len(window) - 1)], totals)
                 if turn < len(window):
                     # DeepSpeed averages gradients over the ranks, but the window needs their sum.
-                    self.engine.backward(term * self.strategy.dp_size)
+                    self.engine.backward(term * self.strategy.layout.gradient_ranks)
                     terms.append(LossTerm(term.detach(), metrics))
                 else:
                     self.engine.backward(term * 0.0)

@@ -49,6 +49,18 @@ class RankLayout:
         """The total number of ranks."""
         return self.dp * self.ranks_per_slice
 
+    def rings(self) -> list[tuple[int, ...]]:
+        """Return the ranks of each ring, which share the sequences of a data slice."""
+        rings: list[tuple[int, ...]] = []
+        for slice_ranks in self.slice_ranks():
+            rings += [tuple(slice_ranks[first :: self.tp]) for first in range(self.tp)]
+        return rings
+
+    @property
+    def gradient_ranks(self) -> int:
+        """Number of ranks over which DeepSpeed averages the gradient of a weight."""
+        return self.dp * self.sp
+
     def slice_ranks(self) -> list[list[int]]:
         """Return the ranks of each data slice. The first rank reports the results of its slice."""
         size = self.ranks_per_slice

@@ -14,6 +14,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
+from openrlhf.training import tensor_parallel
 from openrlhf.training.quiet_deepspeed import deepspeed
 from openrlhf.training.stored import read_stored_weights
 from openrlhf.training.whole import full_shape
@@ -110,8 +111,8 @@ def own_span(parameter: Any) -> slice:
 
 
 def own_part(parameter: nn.Parameter, whole: Tensor) -> Tensor:
-    """Return this rank's part, flattened, of a tensor with the weight's shape."""
-    return whole.flatten()[own_span(parameter)]
+    """Return this rank's part, flattened, of a tensor with the whole weight's shape."""
+    return tensor_parallel.part_of(parameter, whole).flatten()[own_span(parameter)]
 
 
 def own_weight(parameter: Any) -> Tensor:
@@ -146,4 +147,4 @@ def set_own_shard(parameter: nn.Parameter, exact: Tensor) -> None:
 def whole_master(parameter: nn.Parameter) -> Tensor:
     """Return a weight's masters in the weight's shape, on every rank. Collective."""
     master: Any = deepspeed.utils.safe_get_full_fp32_param(parameter)
-    return master
+    return tensor_parallel.joined(parameter, master)

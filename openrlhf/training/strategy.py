@@ -6,7 +6,7 @@ import atexit
 import io
 import os
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager, redirect_stdout
+from contextlib import ExitStack, contextmanager, redirect_stdout
 from datetime import timedelta
 from typing import Any, Literal
 
@@ -16,8 +16,10 @@ from torch import nn
 from transformers import enable_full_determinism, set_seed
 
 from openrlhf import rendezvous
+from openrlhf.config.flags import UserError
 from openrlhf.config.shared import DeepSpeedConfig
-from openrlhf.training import devices, ds_config
+from openrlhf.ring import Ring
+from openrlhf.training import devices, ds_config, tensor_parallel
 from openrlhf.training.layout import RankLayout
 from openrlhf.training.quiet_deepspeed import HfDeepSpeedConfig, deepspeed
 
@@ -59,11 +61,39 @@ class Strategy:
         self.is_main = self.rank == 0  # the main process writes files, prints and decides
         self.dp_rank = self.rank // layout.ranks_per_slice
         self.dp_size = layout.dp
+        self.ring = self._join_ring()
         noise_seed = layout.noise_seed(seed, self.rank)
         if full_determinism:
             enable_full_determinism(noise_seed)
         else:
             set_seed(noise_seed)
+
+    def _join_ring(self) -> Ring | None:
+        """Return the ring of this rank, or None if no ranks share a sequence. Collective."""
+        if self.layout.sp == 1:
+            return None
+        joined: Ring | None = None
+        for ranks in self.layout.rings():
+            group: Any = dist.new_group(list(ranks), timeout=COLLECTIVE_TIMEOUT)
+            if self.rank in ranks:
+                joined = Ring(group=group, ranks=ranks, rank=ranks.index(self.rank))
+        return joined
+
+    def share_sequences(self, module: nn.Module) -> nn.Module:
+        """Let a model share its sequences with the other ranks of the ring, if there is one.
+
+        Raises UserError for a model that lays out its batches itself.
+        """
+        if self.ring is None:
+            return module
+        if not hasattr(module, "ring"):
+            raise UserError(
+                f"--ds.ring_attn_size {self.ring.size}: {type(module).__name__} does not divide "
+                "its sequences over ranks. Use --ds.ring_attn_size 1, or a model of this package."
+            )
+        shared: Any = module
+        shared.ring = self.ring
+        return module
 
     def all_reduce(self, values: Sequence[float], op: Literal["sum", "max"] = "sum") -> list[float]:
         """Return, for each number, its sum over the data slices or its maximum over all ranks.
@@ -110,7 +140,9 @@ class Strategy:
         """Load weights directly into shards until the block exits, if `config` uses ZeRO 3."""
         sharding: HfDeepSpeedConfig | None = None
         if config["zero_optimization"]["stage"] == 3:
-            sharding = HfDeepSpeedConfig(config)
+            # Transformers would split layers itself, which it cannot do for experts.
+            unsplit = {name: value for name, value in config.items() if name != "tensor_parallel"}
+            sharding = HfDeepSpeedConfig(unsplit)
         try:
             yield
         finally:
@@ -132,8 +164,8 @@ class FrozenModel:
         self._device = strategy.device
         sharded = config["zero_optimization"]["stage"] == 3
         with strategy.loading(config):
-            self._module = load().requires_grad_(False).eval()
-        if sharded:
+            self._module = strategy.share_sequences(load()).requires_grad_(False).eval()
+        if sharded or "tensor_parallel" in config:
             self._module = initialize(config, self._module)
             self._module.eval()  # a separate statement, because DeepSpeed's method returns None
         elif not offload:
@@ -155,9 +187,22 @@ class FrozenModel:
             self._module.to("cpu")
 
 
+def has_adapters(module: nn.Module) -> bool:
+    """Return whether a model has LoRA adapters."""
+    return any(".lora_" in name for name, _ in module.named_parameters())
+
+
 def initialize(config: dict[str, Any], module: nn.Module, **arguments: Any) -> Any:
     """Return a DeepSpeed engine for a model, without DeepSpeed's memory reports on the terminal."""
     model_config: Any = module.config
     sized = ds_config.with_bucket_sizes(config, model_config.get_text_config().hidden_size)
-    with redirect_stdout(io.StringIO()):
-        return deepspeed.initialize(model=module, config=sized, **arguments)[0]
+    complete = tensor_parallel.complete_config(sized, module)
+    with ExitStack() as stack:
+        stack.enter_context(redirect_stdout(io.StringIO()))
+        if "tensor_parallel" in complete and has_adapters(module):
+            stack.enter_context(tensor_parallel.adapters_visible())
+        engine: Any = deepspeed.initialize(model=module, config=complete, **arguments)[0]
+    if "tensor_parallel" in complete:
+        # It compares the inputs of the ranks by pickling them, and functions cannot be pickled.
+        engine.first_dataloader_check.remove()
+    return engine

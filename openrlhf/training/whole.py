@@ -8,6 +8,8 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
+from openrlhf.training import tensor_parallel
+
 
 class WholeTensor(NamedTuple):
     """A tensor of the plain model, and the trained model's parameters that it is computed from."""
@@ -70,21 +72,28 @@ def merged(weight: nn.Parameter, layer: Any) -> Tensor:
     [a] = layer.lora_A.values()
     [b] = layer.lora_B.values()
     [scale] = layer.scaling.values()
-    total = dense(weight).float() + scale * (b.weight.float() @ a.weight.float())
+    total = dense(weight).float() + scale * (dense(b.weight).float() @ dense(a.weight).float())
     for magnitude in layer.lora_magnitude_vector.values():
         total *= (magnitude.weight.float() / total.norm(dim=1))[:, None]
     return total
 
 
 def dense(parameter: Any) -> Tensor:
-    """Return a parameter's values, dequantized if they are stored in 4 bits."""
+    """Return a whole parameter's values, dequantized if they are stored in 4 bits.
+
+    Collective for a weight that tensor parallelism splits.
+    """
     if not hasattr(parameter, "quant_state"):
-        return parameter.data
+        return tensor_parallel.joined(parameter, parameter.data)
     from bitsandbytes.functional import dequantize_4bit  # optional: only with --ds.load_in_4bit
 
     return dequantize_4bit(parameter.data, parameter.quant_state)
 
 
 def full_shape(parameter: Tensor) -> tuple[int, ...]:
-    """Return the whole parameter's shape, also if ZeRO 3 replaced it with an empty placeholder."""
-    return tuple(getattr(parameter, "ds_shape", parameter.shape))
+    """Return the whole parameter's shape.
+
+    ZeRO 3 replaces the parameter with an empty placeholder, and tensor parallelism splits it.
+    """
+    shape = tuple(getattr(parameter, "ds_shape", parameter.shape))
+    return tensor_parallel.split_shape(parameter, shape)

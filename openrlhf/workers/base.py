@@ -49,7 +49,7 @@ class MicroBatchLimits:
         """Return the limits for forward passes without gradient."""
         return cls(
             size=rollout.micro_batch_size,
-            max_tokens=rollout.max_tokens_per_gpu,
+            max_tokens=_tokens_per_slice(rollout.max_tokens_per_gpu, ds),
             packed=ds.packing_samples,
         )
 
@@ -58,7 +58,7 @@ class MicroBatchLimits:
         """Return the limits for forward passes with gradient."""
         max_tokens = None
         if train.dynamic_batch_enable:
-            max_tokens = train.max_tokens_per_gpu
+            max_tokens = _tokens_per_slice(train.max_tokens_per_gpu, ds)
         return cls(size=train.micro_batch_size, max_tokens=max_tokens, packed=ds.packing_samples)
 
     def cut(self, lengths: Tensor) -> list[list[int]]:
@@ -72,6 +72,13 @@ class MicroBatchLimits:
             return batches_of_rows(range(len(lengths)), self.size)
         longest_first = lengths.argsort(stable=True, descending=True).tolist()
         return batches_of_rows(longest_first, self.size)
+
+
+def _tokens_per_slice(tokens_per_gpu: int | None, ds: LoadingConfig) -> int | None:
+    """Return the token budget of the ranks that work on the same rows, each with its part."""
+    if tokens_per_gpu is None:
+        return None
+    return tokens_per_gpu * ds.ranks_per_slice
 
 
 @torch.no_grad()

@@ -317,9 +317,7 @@ def test_violations_caused_by_another_mistake_are_not_reported() -> None:
         )
     # no violation about the default --train.batch_size of 128
     assert len(caught.value.violations) == 1
-    assert violations("train_ppo_ray", "--ring_attn_size 2") == [
-        "--ds.ring_attn_size 2 is not available yet: use 1 and a smaller --data.max_len."
-    ]
+    assert violations("train_ppo_ray", "--zpg 2") == ["--ds.zpg 2 is not available yet: use 1."]
 
 
 def test_any_number_of_old_names_gets_a_single_notice(capsys: pytest.CaptureFixture[str]) -> None:
@@ -377,5 +375,5 @@ def test_short_help_lists_required_flags_first_and_help_word_finds_flags(
     nothing = printed("nonsense")
     assert "no flag with nonsense" in nothing and "--help all" in nothing
     assert len(printed("all").splitlines()) > 200
-    for word in ("muon.lr", "critic.optim", "ring_attn_size"):
+    for word in ("muon.lr", "critic.optim", "ds.zpg"):
         assert " ".join(printed(word).split()).endswith("Not available yet."), word

@@ -44,9 +44,8 @@ def test_every_unavailable_flag_is_refused_by_name(command: str, flag: Flag) -> 
 def test_unavailable_flags_are_declared() -> None:
     assert {flag.path for _, flag in UNAVAILABLE} == {
         "ds.use_liger_kernel", "ds.deepcompile", "ds.torch_compile", "ds.nvme_path",
-        "ds.experts_implementation", "actor.freeze_visual_encoder", "ds.ring_attn_size",
-        "ds.tensor_parallel_size", "ds.zpg", "optim", "actor.optim", "critic.optim", "use_ms",
-        "data.max_images_per_prompt",
+        "ds.experts_implementation", "actor.freeze_visual_encoder", "ds.zpg", "optim",
+        "actor.optim", "critic.optim", "use_ms", "data.max_images_per_prompt",
     }  # fmt: skip
 
 
@@ -65,6 +64,7 @@ SUPPORTED = [
      "--eval.dataset e --eval.steps 5 --eval.patience 3 --ckpt.best_metric_key eval_gsm8k_pass4"),
     ("train_sft", "--logger.tensorboard_dir t --logger.wandb.key k --run.json --dry_run"),
     ("train_sft", "--model.aux_loss_coef 0.01 --model.gradient_checkpointing_enable"),
+    ("train_sft", "--ds.ring_attn_size 2 --ds.tensor_parallel_size 2"),
     ("train_rm", "--model.aux_loss_coef 0.01"),
     *[
         (command,

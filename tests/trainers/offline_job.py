@@ -192,15 +192,19 @@ def main() -> None:
     model, other, out, *layouts = sys.argv[1:]
     results = {}
     for layout in layouts:
-        name, stage, micro, kind, *adapter = layout.split("-")
+        name, stage, micro, kind, *further = layout.split("-")
         packing = kind == "packed"
+        adapter = "".join(word for word in further if word in ADAPTERS)
+        shared = {word[:2]: int(word[2:]) for word in further if word[:2] in ("sp", "tp")}
         ds = DeepSpeedConfig(
             zero_stage=int(stage[-1]),
-            param_dtype="bf16" if "qlora" in adapter else "fp32",
-            load_in_4bit="qlora" in adapter,
+            param_dtype="bf16" if adapter == "qlora" else "fp32",
+            load_in_4bit=adapter == "qlora",
             packing_samples=packing,
             attn_implementation="sdpa",
-            lora=ADAPTERS["".join(adapter)],
+            lora=ADAPTERS[adapter],
+            ring_attn_size=shared.get("sp", 1),
+            tensor_parallel_size=shared.get("tp", 1),
         )
         strategy = Strategy(ds, RankLayout.from_flags(ds, processes=world_size()), seed=0)
         limits = MicroBatchLimits(size=int(micro[-1]), packed=packing)

@@ -1,0 +1,371 @@
+"""Ring attention: causal attention over a packed row that several ranks share.
+
+Each rank holds a part of the row. Keys and values travel around the ring, one neighbor per round,
+and every rank attends from its own tokens to the keys it holds at the moment. Partial results are
+combined by their log-sum-exp, so no rank ever holds the scores or keys of the whole row.
+
+Liu et al. 2023, arXiv:2310.01889. The row is cut into 2·size chunks, and rank r holds chunks r and
+2·size − 1 − r, so that a long document costs every rank the same.
+"""
+
+from bisect import bisect_right
+from collections.abc import Iterator, Sequence
+from functools import lru_cache
+from itertools import accumulate
+from typing import Any, NamedTuple
+
+import torch
+from jaxtyping import Float, Int
+from torch import Tensor
+
+from openrlhf.ring import Ring
+
+CHUNKS_PER_RANK = 2
+aten: Any = torch.ops.aten
+
+
+class Block(NamedTuple):
+    """Queries and keys of one document that meet on a rank, as places in the ranks' own parts."""
+
+    queries: slice
+    keys: slice
+    causal: bool  # a square on the diagonal; otherwise all keys come before all queries
+    distance: int = 0  # of the first query from the first key, in tokens
+    window: int | None = None  # keys at this distance or beyond are hidden
+
+    def mask(self, like: Tensor) -> Tensor | None:
+        """Return 0 for visible keys and −inf for hidden ones, or None if all are visible."""
+        if self.window is None:
+            return None
+        queries = torch.arange(self.queries.stop - self.queries.start, device=like.device)
+        keys = torch.arange(self.keys.stop - self.keys.start, device=like.device)
+        distances = self.distance + queries[:, None] - keys[None, :]
+        hidden = distances >= self.window
+        return torch.zeros(hidden.shape, dtype=like.dtype, device=like.device).masked_fill(
+            hidden, float("-inf")
+        )
+
+
+class RingRow:
+    """A packed row and its division over a ring.
+
+    The row is padded to a multiple of 2·size tokens; the padding is a document of its own.
+    """
+
+    def __init__(self, ring: Ring, lengths: Sequence[int]) -> None:
+        self.ring = ring
+        self.num_tokens = sum(lengths)
+        self.padding = -self.num_tokens % (CHUNKS_PER_RANK * ring.size)
+        documents = [length for length in (*lengths, self.padding) if length]
+        self.borders = (0, *accumulate(documents))  # where documents begin, and the row's end
+        self.chunk = (self.num_tokens + self.padding) // (CHUNKS_PER_RANK * ring.size)
+        self._blocks = lru_cache(maxsize=None)(self._find_blocks)
+
+    def chunk_starts(self, rank: int) -> tuple[int, int]:
+        """Return where the chunks of a rank begin in the row."""
+        last = CHUNKS_PER_RANK * self.ring.size - 1
+        return rank * self.chunk, (last - rank) * self.chunk
+
+    def places(self, device: torch.device) -> Int[Tensor, " n"]:
+        """Return the places in the padded row of this rank's tokens, in ascending order."""
+        steps = torch.arange(self.chunk, device=device)
+        return torch.cat([start + steps for start in self.chunk_starts(self.ring.rank)])
+
+    def own_part(self, row: Int[Tensor, " N"]) -> Int[Tensor, " n"]:
+        """Return this rank's part of a row of numbers; padding is 0."""
+        padded = torch.nn.functional.pad(row, (0, self.padding))
+        return padded[self.places(row.device)]
+
+    def blocks(self, source: int, window: int | None) -> list[Block]:
+        """Return the blocks of this rank's queries and the keys of rank `source`."""
+        return self._blocks(source, window)
+
+    def _find_blocks(self, source: int, window: int | None) -> list[Block]:
+        found: list[Block] = []
+        for query_number, query_start in enumerate(self.chunk_starts(self.ring.rank)):
+            for key_number, key_start in enumerate(self.chunk_starts(source)):
+                if key_start > query_start:
+                    continue
+                if key_start == query_start:
+                    pieces = self._on_diagonal(query_start, window)
+                else:
+                    pieces = self._before(query_start, key_start, window)
+                to_own_queries = query_number * self.chunk - query_start
+                to_own_keys = key_number * self.chunk - key_start
+                for piece in pieces:
+                    queries, keys = piece.queries, piece.keys
+                    found.append(
+                        piece._replace(
+                            queries=_moved(queries, to_own_queries),
+                            keys=_moved(keys, to_own_keys),
+                        )
+                    )
+        return found
+
+    def _on_diagonal(self, start: int, window: int | None) -> Iterator[Block]:
+        """Yield the blocks inside a chunk: for each document a causal square.
+
+        With a window, a document is cut into squares as wide as the window, each of which also
+        sees the square before it.
+        """
+        end = start + self.chunk
+        document = bisect_right(self.borders, start) - 1
+        while self.borders[document] < end:
+            first = max(start, self.borders[document])
+            last = min(end, self.borders[document + 1])
+            document += 1
+            for begin in range(first, last, window or self.chunk):
+                square = slice(begin, min(last, begin + (window or self.chunk)))
+                yield Block(square, square, causal=True)
+                if begin > first and window:
+                    yield from _rectangle(square, slice(begin - window, begin), window)
+            if document == len(self.borders) - 1:
+                return
+
+    def _before(self, query_start: int, key_start: int, window: int | None) -> Iterator[Block]:
+        """Yield the block of the document that reaches from an earlier chunk into a later one."""
+        document = bisect_right(self.borders, query_start) - 1
+        begin = self.borders[document]
+        end = self.borders[document + 1]
+        queries = slice(query_start, min(end, query_start + self.chunk))
+        keys = slice(max(begin, key_start), key_start + self.chunk)
+        if keys.start < keys.stop:
+            yield from _rectangle(queries, keys, window)
+
+
+def _moved(places: slice, by: int) -> slice:
+    return slice(places.start + by, places.stop + by)
+
+
+def _rectangle(queries: slice, keys: slice, window: int | None) -> Iterator[Block]:
+    """Yield the block of queries and earlier keys, without what the window hides entirely."""
+    if window is None:
+        yield Block(queries, keys, causal=False)
+        return
+    # Every query that is left sees the last key, and every key is seen by the first query: kernels
+    # return no log-sum-exp for a query that sees nothing.
+    queries = slice(queries.start, min(queries.stop, keys.stop - 1 + window))
+    keys = slice(max(keys.start, queries.start - window + 1), keys.stop)
+    if queries.start >= queries.stop or keys.start >= keys.stop:
+        return
+    farthest = queries.stop - 1 - keys.start
+    yield Block(
+        queries,
+        keys,
+        causal=False,
+        distance=queries.start - keys.start,
+        window=window if farthest >= window else None,
+    )
+
+
+def ring_attention(
+    query: Float[Tensor, "1 H n D"],
+    key: Float[Tensor, "1 H_kv n D"],
+    value: Float[Tensor, "1 H_kv n D_v"],
+    row: RingRow,
+    *,
+    scale: float | None = None,
+    window: int | None = None,
+) -> Float[Tensor, "1 H n D_v"]:
+    """Compute causal attention inside each document of a row. Collective over its ring.
+
+    `window`: a token sees itself and the window − 1 tokens before it.
+    """
+    if scale is None:
+        scale = query.shape[-1] ** -0.5
+    attended: Any = _RingAttention.apply(query, key, value, row, scale, window)
+    return attended
+
+
+class _RingAttention(torch.autograd.Function):
+    """Heads that share a key are a second axis of heads: (H_kv, H // H_kv, n, D)."""
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        row: RingRow,
+        scale: float,
+        window: int | None,
+    ) -> Tensor:
+        dtype = _kernel_dtype(query)
+        grouped = query[0].unflatten(0, (key.shape[1], -1)).to(dtype)
+        shape = (*grouped.shape[:-1], value.shape[-1])
+        output = torch.zeros(shape, dtype=torch.float32, device=query.device)
+        lse = torch.full(shape[:-1], float("-inf"), dtype=torch.float32, device=query.device)
+        for turn, held in _travelling(row.ring, torch.cat([key[0], value[0]], -1)):
+            keys, values = held.to(dtype).split([key.shape[-1], value.shape[-1]], -1)
+            for block in row.blocks(row.ring.source(turn), window):
+                partial, partial_lse = _attend(
+                    grouped[:, :, block.queries], keys[:, block.keys], values[:, block.keys],
+                    block, scale,
+                )  # fmt: skip
+                before = lse[:, :, block.queries]
+                combined = torch.logaddexp(before, partial_lse)
+                kept = (before - combined).exp()[..., None]
+                added = (partial_lse - combined).exp()[..., None]
+                output[:, :, block.queries] = output[:, :, block.queries] * kept + partial * added
+                lse[:, :, block.queries] = combined
+        output = output.to(dtype)
+        ctx.save_for_backward(query, key, value, output, lse)
+        ctx.row, ctx.scale, ctx.window = row, scale, window
+        return output.flatten(0, 1)[None].to(query.dtype)
+
+    @staticmethod
+    def backward(  # pyright: ignore[reportIncompatibleMethodOverride]
+        ctx: Any, gradient: Tensor
+    ) -> tuple[Tensor | None, ...]:
+        query, key, value, output, lse = ctx.saved_tensors
+        row: RingRow = ctx.row
+        dtype = output.dtype
+        grouped = query[0].unflatten(0, (key.shape[1], -1)).to(dtype)
+        of_output = gradient[0].unflatten(0, (key.shape[1], -1)).to(dtype)
+        of_query = torch.zeros(grouped.shape, dtype=torch.float32, device=query.device)
+        sizes = [key.shape[-1], value.shape[-1]]
+        packed = torch.cat([key[0], value[0]], -1)
+        # The gradient of a rank's keys travels with them, and comes home after `size` shifts.
+        of_held = torch.zeros(packed.shape, dtype=torch.float32, device=query.device)
+        for turn, held in _travelling(row.ring, packed):
+            if turn:
+                of_held = _shifted(row.ring, of_held)
+            keys, values = held.to(dtype).split(sizes, -1)
+            of_keys, of_values = of_held.split(sizes, -1)
+            for block in row.blocks(row.ring.source(turn), ctx.window):
+                queries = block.queries
+                parts = _attend_backward(
+                    of_output[:, :, queries], grouped[:, :, queries],
+                    keys[:, block.keys], values[:, block.keys],
+                    output[:, :, queries], lse[:, :, queries], block, ctx.scale,
+                )  # fmt: skip
+                of_query[:, :, queries] += parts[0]
+                of_keys[:, block.keys] += parts[1]
+                of_values[:, block.keys] += parts[2]
+        of_key, of_value = _shifted(row.ring, of_held).split(sizes, -1)
+        return (
+            of_query.flatten(0, 1)[None].to(query.dtype),
+            of_key[None].to(key.dtype),
+            of_value[None].to(value.dtype),
+            None,
+            None,
+            None,
+        )
+
+
+def _travelling(ring: Ring, block: Tensor) -> Iterator[tuple[int, Tensor]]:
+    """Yield the block that this rank holds in each turn; the next one arrives meanwhile."""
+    held = block.contiguous()
+    for turn in range(ring.size):
+        if turn + 1 == ring.size:
+            yield turn, held
+            return
+        following, requests = ring.shift(held)
+        yield turn, held
+        for request in requests:
+            request.wait()
+        held = following
+
+
+def _shifted(ring: Ring, block: Tensor) -> Tensor:
+    if ring.size == 1:
+        return block
+    received, requests = ring.shift(block)
+    for request in requests:
+        request.wait()
+    return received
+
+
+def _kernel_dtype(states: Tensor) -> torch.dtype:
+    """Return the type to compute in: CPU kernels take half the time in float32."""
+    if states.is_cuda:
+        return states.dtype
+    return torch.promote_types(states.dtype, torch.float32)
+
+
+# ---- one block: (G, R, t, D) queries, (G, s, D) keys and (G, s, D_v) values
+
+
+def _attend(
+    query: Tensor, key: Tensor, value: Tensor, block: Block, scale: float
+) -> tuple[Tensor, Tensor]:
+    """Return the attention of a block, (G, R, t, D_v), and the log-sum-exp of its scores."""
+    mask = block.mask(query)
+    if not _has_kernel(query, value, mask):
+        scores = _scores(query, key, block, scale, mask)
+        lse = scores.logsumexp(-1)
+        weights = (scores - lse[..., None]).exp()
+        return torch.einsum("grts,gsd->grtd", weights, value.float()), lse
+    keys, values = _repeated(key, query), _repeated(value, query)
+    if query.is_cuda:
+        results = aten._scaled_dot_product_flash_attention(
+            query, keys, values, 0.0, block.causal, scale=scale
+        )
+        return results[0].float(), results[1]
+    return aten._scaled_dot_product_flash_attention_for_cpu(
+        query, keys, values, 0.0, block.causal, attn_mask=mask, scale=scale
+    )
+
+
+def _attend_backward(
+    gradient: Tensor,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    output: Tensor,
+    lse: Tensor,
+    block: Block,
+    scale: float,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Return the gradients by queries, keys and values of one block.
+
+    `output` and `lse` are those of the queries over all their keys, not only the block's.
+    """
+    mask = block.mask(query)
+    if not _has_kernel(query, value, mask):
+        weights = (_scores(query, key, block, scale, mask) - lse[..., None]).exp()
+        of_output = gradient.float()
+        of_weights = torch.einsum("grtd,gsd->grts", of_output, value.float())
+        delta = (of_output * output.float()).sum(-1, keepdim=True)
+        of_scores = weights * (of_weights - delta) * scale
+        return (
+            torch.einsum("grts,gsd->grtd", of_scores, key.float()),
+            torch.einsum("grts,grtd->gsd", of_scores, query.float()),
+            torch.einsum("grts,grtd->gsd", weights, of_output),
+        )
+    keys, values = _repeated(key, query), _repeated(value, query)
+    if query.is_cuda:
+        unused = torch.zeros(2, dtype=torch.uint64, device=query.device)  # the seed of dropout
+        of_query, of_keys, of_values = aten._scaled_dot_product_flash_attention_backward(
+            gradient, query, keys, values, output, lse.contiguous(), None, None,
+            query.shape[2], keys.shape[2], 0.0, block.causal, unused, unused, scale=scale,
+        )  # fmt: skip
+    else:
+        of_query, of_keys, of_values = aten._scaled_dot_product_flash_attention_for_cpu_backward(
+            gradient, query, keys, values, output, lse, 0.0, block.causal,
+            attn_mask=mask, scale=scale,
+        )  # fmt: skip
+    return of_query.float(), of_keys.float().sum(1), of_values.float().sum(1)
+
+
+def _has_kernel(query: Tensor, value: Tensor, mask: Tensor | None) -> bool:
+    if query.shape[-1] != value.shape[-1]:
+        return False
+    if query.is_cuda:
+        return mask is None and query.dtype in (torch.bfloat16, torch.float16)
+    return True
+
+
+def _repeated(states: Tensor, query: Tensor) -> Tensor:
+    """Return keys or values once for each query head that shares them, without a copy."""
+    return states[:, None].expand(-1, query.shape[1], -1, -1)
+
+
+def _scores(query: Tensor, key: Tensor, block: Block, scale: float, mask: Tensor | None) -> Tensor:
+    scores = torch.einsum("grtd,gsd->grts", query.float(), key.float()) * scale
+    if mask is not None:
+        scores = scores + mask
+    if block.causal:
+        later = torch.ones(scores.shape[-2:], dtype=torch.bool, device=scores.device).triu(1)
+        scores = scores.masked_fill(later, float("-inf"))
+    return scores

@@ -1,0 +1,166 @@
+"""Tensor parallelism: the weights of linear layers split over ranks, by DeepSpeed's AutoTP.
+
+Transformers' tensor-parallel plan of an architecture says which layers are split by rows and which
+by columns. Output heads, embeddings and experts stay whole.
+"""
+
+from collections import defaultdict
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from transformers import PretrainedConfig
+
+from openrlhf.config.flags import UserError
+
+COLUMN = "colwise"
+ROW = "rowwise"
+REPLICATED = "replicated_with_grad_allreduce"  # such as norms of split heads
+
+
+def complete_config(config: dict[str, Any], module: nn.Module) -> dict[str, Any]:
+    """Return DeepSpeed's configuration with the plan of this model, if it splits weights.
+
+    Raises UserError if the model cannot be split over so many ranks.
+    """
+    split = config.get("tensor_parallel")
+    if not split:
+        return config
+    model_config: Any = module.config
+    specs = layer_specs(model_config, split["autotp_size"], module)
+    plan = {"use_default_specs": False, "layer_specs": specs}
+    return config | {"tensor_parallel": split | {"partition_config": plan}}
+
+
+def layer_specs(config: PretrainedConfig, ranks: int, module: nn.Module) -> list[dict[str, Any]]:
+    """Return how AutoTP divides the weights of a model: patterns of names, and the dimension.
+
+    A part of a layer (attention, MLP) is split if the plan splits all of it by columns and rows.
+    An adapter's matrices follow their layer: B is split with columns, A with rows. Raises UserError
+    if nothing can be split.
+    """
+    text = config.get_text_config()
+    heads = getattr(text, "num_key_value_heads", None) or text.num_attention_heads
+    if ranks > heads:
+        raise UserError(
+            f"--ds.tensor_parallel_size {ranks} exceeds the {heads} key-value heads of the model "
+            f"({config.model_type}). Use at most {heads}."
+        )
+    patterns: defaultdict[str, list[str]] = defaultdict(list)
+    for styles in _splittable_parts(getattr(text, "base_model_tp_plan", None) or {}):
+        for name, style in styles.items():
+            patterns[style].append(".*" + name.replace(".", r"\.").replace("*", r"\d+"))
+    if not patterns[ROW]:
+        raise UserError(
+            f"--ds.tensor_parallel_size {ranks}: Transformers has no plan for splitting the layers "
+            f"of {config.model_type}. Use --ds.tensor_parallel_size 1 and --ds.zero_stage 3."
+        )
+    specs: list[dict[str, Any]] = []
+    for style, kind, adapter in ((COLUMN, "column", "lora_B"), (ROW, "row", "lora_A")):
+        names: list[str] = []
+        for pattern in patterns[style]:
+            names += [
+                rf"{pattern}\.weight$",
+                rf"{pattern}\.base_layer\.weight$",
+                rf"{pattern}\.{adapter}\..*\.weight$",
+            ]
+        specs.append({"patterns": names, "partition_type": kind})
+    trained = {name for name, parameter in module.named_parameters() if parameter.requires_grad}
+    if patterns[REPLICATED]:
+        # AutoTP cannot sum the gradients of frozen weights.
+        specs.append(
+            {
+                "patterns": [rf"{pattern}\.weight$" for pattern in patterns[REPLICATED]],
+                "partition_type": "skip",
+                "grad_allreduce": any(name.endswith("_norm.weight") for name in trained),
+            }
+        )
+    return specs
+
+
+def _splittable_parts(plan: dict[str, str]) -> Iterator[dict[str, str]]:
+    """Yield the parts of a layer that a plan splits by columns and rows only."""
+    parts: defaultdict[str, dict[str, str]] = defaultdict(dict)
+    for name, style in plan.items():
+        parts[name.rpartition(".")[0]][name] = style
+    for styles in parts.values():
+        kinds = set(styles.values())
+        if {COLUMN, ROW} <= kinds <= {COLUMN, ROW, REPLICATED}:
+            yield styles
+
+
+@contextmanager
+def adapters_visible() -> Iterator[None]:
+    """Let AutoTP see the layers inside PEFT's layers until the block exits.
+
+    AutoTP would take a PEFT layer for a linear layer, because it has a property `weight`.
+    """
+    from peft.tuners.tuners_utils import BaseTunerLayer  # slow: only models with adapters need it
+
+    layer: Any = BaseTunerLayer
+    weight = vars(layer)["weight"]
+    del layer.weight
+    try:
+        yield
+    finally:
+        layer.weight = weight
+
+
+# ---- split parameters
+
+
+def is_split(parameter: Any) -> bool:
+    """Return whether each rank has only a part of a weight because of tensor parallelism."""
+    return _split(parameter) is not None
+
+
+def split_shape(parameter: Tensor, shape: tuple[int, ...]) -> tuple[int, ...]:
+    """Return the shape of the whole weight, given the shape of this rank's part."""
+    split = _split(parameter)
+    if split is None:
+        return shape
+    return tuple(split["logical_shape"])
+
+
+def joined(parameter: Any, part: Tensor) -> Tensor:
+    """Return the whole weight, given this rank's part of it. Collective over its ranks."""
+    split = _split(parameter)
+    if split is None:
+        return part
+    sizes: tuple[int, ...] = split["partition_sizes"]
+    dim: int = split["partition_dim"]
+    group: Any = parameter.gather_params.__self__.mp_group
+    largest = max(sizes)
+    padded = part
+    if part.shape[dim] < largest:
+        padded = part.new_zeros(*_with_size(part.shape, dim, largest))
+        padded.narrow(dim, 0, part.shape[dim]).copy_(part)
+    parts = [torch.empty_like(padded.contiguous()) for _ in sizes]
+    dist.all_gather(parts, padded.contiguous(), group=group)
+    cut = [whole.narrow(dim, 0, size) for whole, size in zip(parts, sizes, strict=True)]
+    return torch.cat(cut, dim)
+
+
+def part_of(parameter: Any, whole: Tensor) -> Tensor:
+    """Return this rank's part of a tensor that has the shape of the whole weight."""
+    split = _split(parameter)
+    if split is None:
+        return whole
+    layer: Any = parameter.gather_params.__self__
+    return whole.split(list(split["partition_sizes"]), split["partition_dim"])[layer.tp_index]
+
+
+def _with_size(shape: torch.Size, dim: int, size: int) -> list[int]:
+    changed = list(shape)
+    changed[dim] = size
+    return changed
+
+
+def _split(parameter: Any) -> dict[str, Any] | None:
+    """Return AutoTP's description of a split parameter, or None for a whole one."""
+    if not getattr(parameter, "tensor_model_parallel", False):
+        return None
+    return parameter.ds_autotp_universal_checkpoint_meta
