@@ -10,9 +10,9 @@ columns of shape (B,), and offsets of shape (B+1,). Two rows of 2 and 3 tokens:
 Nothing is padded until a model or a formula needs a block (R, T) of R rows, so that memory and time
 grow only with the number of tokens. `Layout` converts columns to blocks and back.
 
-A field's role is in its metadata: one entry per token, or one entry per sample. An entry may have
-dimensions of its own: a per-token column of the experts that each layer chose is (N, layers,
-experts).
+A field's role is in its metadata: one entry per token, one entry per sample, or `Items` with any
+number of entries per sample. An entry may have dimensions of its own: a per-token column of the
+experts that each layer chose is (N, layers, experts), a payload of image patches is (M, pixels).
 Checks, `select`, `split` and `to` read the role, so that a subclass only has to declare its
 columns.
 """
@@ -32,6 +32,7 @@ from openrlhf.core.trajectory import Trajectory
 
 PER_TOKEN = "token"
 PER_SAMPLE = "sample"
+PER_ITEM = "item"
 
 
 def per_token(**kwargs: Any) -> Any:
@@ -44,10 +45,52 @@ def per_sample(**kwargs: Any) -> Any:
     return field(metadata={"role": PER_SAMPLE}, **kwargs)
 
 
+def per_item(**kwargs: Any) -> Any:
+    """Return a dataclass field for `Items` with B rows."""
+    return field(metadata={"role": PER_ITEM}, **kwargs)
+
+
 def offsets_of(lengths: Sequence[int] | Tensor) -> Int[Tensor, " B+1"]:
     """Return the start of each row, and the end of the last row: [2, 3] → [0, 2, 5]."""
     ends = torch.as_tensor(lengths, dtype=torch.long).cumsum(0)
     return torch.cat([ends.new_zeros(1), ends])
+
+
+def places_in(offsets: Int[Tensor, " B+1"], rows: Tensor) -> Int[Tensor, " M"]:
+    """Return the positions of the entries of `rows` in flat columns, row by row."""
+    rows = rows.to(offsets.device)
+    lengths = offsets.diff()[rows]
+    starts = offsets[:-1][rows]
+    shifts = starts - offsets_of(lengths)[:-1]
+    steps = torch.arange(int(lengths.sum()), device=rows.device)
+    return steps + shifts.repeat_interleave(lengths)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Items:
+    """Entries that belong to rows, any number per row, such as the patches of a row's images.
+
+    `values` is (M, ...); row i has values[offsets[i] : offsets[i + 1]].
+    """
+
+    values: Tensor
+    offsets: Int[Tensor, " B+1"]
+
+    def __len__(self) -> int:
+        return len(self.offsets) - 1
+
+    def __getitem__(self, rows: Tensor) -> Self:
+        """Return the given rows' entries in the given order."""
+        places = places_in(self.offsets, rows)
+        return replace(
+            self, values=self.values[places], offsets=offsets_of(self.offsets.diff()[rows])
+        )
+
+    def to(self, device: torch.device | str, *, non_blocking: bool = False) -> Self:
+        """Return the same entries on `device`."""
+        values = self.values.to(device, non_blocking=non_blocking)
+        offsets = self.offsets.to(device, non_blocking=non_blocking)
+        return replace(self, values=values, offsets=offsets)
 
 
 @dataclass(frozen=True)
@@ -93,8 +136,8 @@ class Layout:
 
 class _Column(NamedTuple):
     name: str
-    role: str  # PER_TOKEN or PER_SAMPLE
-    values: Tensor
+    role: str  # PER_TOKEN, PER_SAMPLE or PER_ITEM
+    values: Tensor | Items
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -114,7 +157,11 @@ class Ragged:
         return cls(tokens=_flat(rows, torch.long), offsets=offsets_of(lengths), **columns)
 
     def __post_init__(self) -> None:
-        expected = {PER_TOKEN: self.num_tokens, PER_SAMPLE: self.num_samples}
+        expected = {
+            PER_TOKEN: self.num_tokens,
+            PER_SAMPLE: self.num_samples,
+            PER_ITEM: self.num_samples,
+        }
         for column in self._columns():
             if len(column.values) != expected[column.role]:
                 raise ValueError(
@@ -189,17 +236,13 @@ class Ragged:
 
     def places_of(self, rows: Sequence[int] | Tensor) -> Int[Tensor, " M"]:
         """Return the flat-column positions of the tokens in `rows`, row by row."""
-        index = torch.as_tensor(rows, dtype=torch.long, device=self.offsets.device)
-        lengths = self.lengths[index]
-        shifts = self.offsets[:-1][index] - offsets_of(lengths)[:-1]
-        steps = torch.arange(int(lengths.sum()), device=index.device)
-        return steps + shifts.repeat_interleave(lengths)
+        return places_in(self.offsets, torch.as_tensor(rows, dtype=torch.long))
 
     def select(self, rows: Sequence[int] | Tensor) -> Self:
         """Return a batch with copies of the given rows in the given order."""
         index = torch.as_tensor(rows, dtype=torch.long)
-        places = {PER_SAMPLE: index, PER_TOKEN: self.places_of(rows)}
-        selected: dict[str, Tensor] = {}
+        places = {PER_SAMPLE: index, PER_ITEM: index, PER_TOKEN: self.places_of(rows)}
+        selected: dict[str, Tensor | Items] = {}
         for column in self._columns():
             selected[column.name] = column.values[places[column.role]]
         return replace(self, offsets=offsets_of(self.lengths[index]), **selected)

@@ -12,7 +12,16 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from openrlhf.core.batches import Experience, Layout, Ragged, TokenRows, offsets_of, per_token
+from openrlhf.core.batches import (
+    Experience,
+    Items,
+    Layout,
+    Ragged,
+    TokenRows,
+    offsets_of,
+    per_item,
+    per_token,
+)
 from openrlhf.core.trajectory import Prompt, StopReason, Trajectory
 
 LENGTHS = st.lists(st.integers(0, 9), min_size=1, max_size=12)
@@ -21,10 +30,11 @@ SAMPLE_COLUMNS = ("group_ids", "rewards", "truncated")
 
 
 @dataclass(frozen=True, kw_only=True)
-class Routed(Ragged):
-    """Rows with routed experts per token."""
+class Pictured(Ragged):
+    """Rows with routed experts per token and image patches per row."""
 
     experts: torch.Tensor = per_token()  # noqa: RUF009 — (N, layers, experts)
+    patches: Items = per_item()  # noqa: RUF009 — values (M, pixels)
 
 
 def batch_of(lengths: list[int]) -> Experience:
@@ -111,33 +121,52 @@ def test_replace_keeps_other_columns() -> None:
     assert torch.equal(changed.tokens, batch.tokens)
 
 
-def routed(lengths: list[int]) -> Routed:
+def pictured(lengths: list[int], counts: list[int]) -> Pictured:
     tokens = sum(lengths)
-    return Routed(
+    patches = torch.arange(sum(counts) * 3).view(-1, 3)
+    return Pictured(
         tokens=torch.arange(tokens),
         offsets=offsets_of(lengths),
         experts=torch.arange(tokens * 4).view(-1, 2, 2),
+        patches=Items(values=patches, offsets=offsets_of(counts)),
     )
 
 
-def experts_of(batch: Routed) -> list[Any]:
-    """Return each row's experts as lists."""
-    return [part.tolist() for part in batch.parts(batch.experts)]
+def payload_of(batch: Pictured) -> list[tuple[Any, Any]]:
+    """Return each row's experts and patches as lists."""
+    tokens = batch.offsets.tolist()
+    patches = batch.patches.offsets.tolist()
+    return [
+        (
+            batch.experts[tokens[row] : tokens[row + 1]].tolist(),
+            batch.patches.values[patches[row] : patches[row + 1]].tolist(),
+        )
+        for row in range(batch.num_samples)
+    ]
 
 
-@given(st.lists(st.integers(0, 5), min_size=1, max_size=8), st.data())
-def test_multidimensional_entries_follow_their_rows(lengths: list[int], data: Any) -> None:
-    batch = routed(lengths)
-    rows = data.draw(st.lists(st.integers(0, len(lengths) - 1), max_size=12))
-    of_each_row = experts_of(batch)
-    selected = batch.select(rows)
-    assert [of_each_row[row] for row in rows] == (experts_of(selected) if rows else [])
-    assert experts_of(batch.to("cpu")) == of_each_row
-    assert experts_of(pickle.loads(pickle.dumps(batch))) == of_each_row
+@given(st.lists(st.tuples(st.integers(0, 5), st.integers(0, 4)), min_size=1, max_size=8), st.data())
+def test_payloads_follow_their_rows(sizes: list[tuple[int, int]], data: Any) -> None:
+    batch = pictured([length for length, _ in sizes], [count for _, count in sizes])
+    rows = data.draw(st.lists(st.integers(0, len(sizes) - 1), max_size=12))
+    of_each_row = payload_of(batch)
+    assert payload_of(batch.select(rows)) == [of_each_row[row] for row in rows]
+    first, second = batch.split([rows, list(range(len(sizes)))])
+    assert (
+        payload_of(first) + payload_of(second) == [of_each_row[row] for row in rows] + of_each_row
+    )
+    assert payload_of(batch.to("cpu")) == of_each_row
+    back = pickle.loads(pickle.dumps(batch))
+    assert payload_of(back) == of_each_row
+
+
+def test_payload_with_the_wrong_number_of_rows_raises_error_that_names_it() -> None:
+    with pytest.raises(ValueError, match=r"Pictured\.patches has 1 entries.*2 sequences"):
+        pictured([2, 1], [3])
 
 
 def test_gather_pads_multidimensional_entries() -> None:
-    batch = routed([1, 2])
+    batch = pictured([1, 2], [0, 0])
     block = batch.layout.gather(batch.experts)
     assert block.shape == (2, 2, 2, 2)
     assert block[0, 1].eq(0).all()
