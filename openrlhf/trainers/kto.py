@@ -3,7 +3,7 @@
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from itertools import zip_longest
-from typing import Any, ClassVar, NamedTuple
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
@@ -28,13 +28,6 @@ from openrlhf.observability.metrics import Mean, Metric
 from openrlhf.trainers.preference import ReferencedTask
 from openrlhf.trainers.tasks import Rows, offline_task
 from openrlhf.training.strategy import Strategy
-
-
-class Answer(NamedTuple):
-    """The answer of a row, without the prompt."""
-
-    tokens: list[int]
-    mask: list[bool]  # the targets
 
 
 @offline_task("kto")
@@ -106,15 +99,15 @@ class KTOTask(ReferencedTask[KTOConfig, LabelledRow]):
         The window's last row gets the first row's answer. The window's rows are assigned to the
         ranks round-robin: row i of rank r is row i · ranks + r of the window.
         """
-        own = [Answer(row.answer, row.loss_mask[row.prompt_length :]) for row in rows]
-        answers: list[Answer] = []  # in the order of the window
+        own = [(row.answer, row.loss_mask[row.prompt_length :]) for row in rows]
+        answers: list[tuple[list[int], list[bool]]] = []  # tokens and targets, in window order
         for turn in zip_longest(*strategy.gather(own)):
             answers += filter(None, turn)  # the last ranks may have one row fewer
         paired: list[LabelledRow] = []
         for number, row in enumerate(rows):
             place = number * strategy.dp_size + strategy.dp_rank
-            other = answers[(place + 1) % len(answers)]
-            paired.append(replace(row, other=other.tokens, other_mask=other.mask))
+            other, other_mask = answers[(place + 1) % len(answers)]
+            paired.append(replace(row, other=other, other_mask=other_mask))
         return paired
 
     def collate(self, rows: Sequence[LabelledRow]) -> Answers:

@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import KW_ONLY, dataclass, replace
 from functools import partial
 from itertools import chain
-from typing import Any, Generic, NamedTuple, TypeVar, cast
+from typing import Any, Generic, TypeVar, cast
 
 import torch
 from torch.utils.data import DataLoader, Dataset
@@ -29,14 +29,6 @@ from openrlhf.workers.base import MicroBatchLimits, export_trained
 BUCKET_BYTES = 1 << 30  # bytes of weights that an export gathers at a time
 
 T = TypeVar("T")
-
-
-class EvaluationBatch(NamedTuple, Generic[Micro]):
-    """A micro-batch of an evaluation after its first pass, with the numbers from that pass."""
-
-    micro: Micro
-    numbers: Mapping[str, float]
-    counted: bool  # False for a row that another rank counts
 
 
 @dataclass(eq=False, repr=False)
@@ -79,8 +71,8 @@ class SupervisedTrainer(Generic[Row, Micro]):
         if self.recorder:
             self.recorder.display.begin(self.total_steps, done=self.step)
         with termination.whole():  # all ranks terminate together, after a step or the export
-            if self.evaluation_was_interrupted:
-                self.evaluate()
+            if self.step > self.best.evaluated_at and self.step > 0 and self.evaluation_is_due:
+                self.evaluate()  # the run resumes from a step that was not evaluated yet
             for window in self.windows():
                 metrics = self.update(window)  # θ ← θ − η ∇ℓ(window)
                 self.log_step(metrics)
@@ -178,11 +170,6 @@ class SupervisedTrainer(Generic[Row, Micro]):
         at_interval = self.step % self.eval_steps == 0
         return self.eval_rows is not None and (at_interval or self.step == self.total_steps)
 
-    @property
-    def evaluation_was_interrupted(self) -> bool:
-        """True if this run resumes from a step that was not evaluated yet."""
-        return self.step > 0 and self.evaluation_is_due and self.best.evaluated_at < self.step
-
     def evaluate(self) -> None:
         """Evaluate and log, and save a new best. Stop if the process is asked to terminate."""
         numbers = self.measure(interruptible=True)
@@ -201,28 +188,31 @@ class SupervisedTrainer(Generic[Row, Micro]):
         """
         parts: list[dict[str, Metric]] = []
         with self.engine.evaluating(), torch.no_grad():
-            batches: list[EvaluationBatch[Micro]] = []
+            micros: list[Micro] = []
+            counts: list[dict[str, float]] = []  # of the first micro-batches, which have own rows
             for rows in self._evaluation_batches():
                 if interruptible and self.task.has_first_pass and self._asked_to_end():
                     return None
                 micro = self.task.collate(rows or [self.eval_rows[0]]).to(self.strategy.device)
-                first_pass = self.task.before(self.engine, micro)
-                batches.append(EvaluationBatch(*first_pass, counted=bool(rows)))
-            totals = self._totals(batches)
-            for batch in batches:
+                micro, numbers = self.task.before(self.engine, micro)
+                micros.append(micro)
+                if rows:
+                    counts.append({**self.task.counts(micro), **numbers})
+            totals = self._totals(counts)
+            for micro in micros:
                 if interruptible and self._asked_to_end():
                     return None
-                _, metrics = self._loss(batch.micro, totals)  # collective: every rank runs it
-                if batch.counted:
-                    parts.append(metrics)
-        merged = merge_all(chain.from_iterable(self.strategy.gather(parts)))
+                _, metrics = self._loss(micro, totals)  # collective: every rank runs it
+                parts.append(metrics)
+        counted = parts[: len(counts)]
+        merged = merge_all(chain.from_iterable(self.strategy.gather(counted)))
         numbers = values(self.task.evaluation_names(merged))
         self.task.evaluated(self.engine.module, numbers)
         self.measured_at = self.step
         return numbers
 
     def _evaluation_batches(self) -> Iterator[list[Any]]:
-        """Yield this rank's evaluation rows in micro-batches, the last of which may be empty.
+        """Yield this rank's evaluation rows in micro-batches, which may be empty at the end.
 
         Every rank runs as many forward passes as rank 0, which has the most rows. Under ZeRO 3 a
         forward pass is collective, and so is the check for an interruption.
@@ -236,13 +226,9 @@ class SupervisedTrainer(Generic[Row, Micro]):
         for start in range(0, rows_of_rank_0, size):
             yield list(own[start : start + size])
 
-    def _totals(self, batches: Sequence[EvaluationBatch[Micro]]) -> dict[str, float]:
-        """Return the counts and first-pass numbers, summed over all ranks. Collective."""
-        own: list[dict[str, float]] = []
-        for batch in batches:
-            if batch.counted:
-                own.append({**self.task.counts(batch.micro), **batch.numbers})
-        every = list(chain.from_iterable(self.strategy.gather(own)))
+    def _totals(self, counts: list[dict[str, float]]) -> dict[str, float]:
+        """Return the micro-batches' counts and numbers, summed over all ranks. Collective."""
+        every = list(chain.from_iterable(self.strategy.gather(counts)))
         totals: dict[str, float] = {}
         if every:
             for name in every[0]:
