@@ -30,7 +30,7 @@ def plugin(tmp_path: Path) -> Iterator[Path]:
     """Write the estimator's file, and unregister its name afterwards."""
     yield example("advantage_estimator", tmp_path / "median.py")
     choices.ESTIMATORS.pop("median", None)
-    ADVANTAGE_ESTIMATORS._functions.pop("median", None)
+    ADVANTAGE_ESTIMATORS.pop("median", None)
 
 
 def test_plugin_estimator_is_a_choice_with_the_same_checks_as_built_in_ones(plugin: Path) -> None:
@@ -63,4 +63,4 @@ def test_plugin_preference_loss_is_a_flag_choice_and_computes_its_formula(tmp_pa
         assert losses.tolist() == pytest.approx([math.exp(-1.0), math.exp(0.5)])
     finally:
         choices.PREFERENCE_LOSSES.pop("exponential", None)
-        PREFERENCE_LOSSES._functions.pop("exponential", None)
+        PREFERENCE_LOSSES.pop("exponential", None)
