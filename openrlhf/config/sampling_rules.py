@@ -51,8 +51,8 @@ def source_violations(reward: RuleConfig) -> Iterator[str]:
     """Yield a violation unless the reward is URLs, one Python file that exists, or a verifier."""
     if reward.remote_url and reward.verifier:
         yield (
-            "<reward.remote_url> cannot be combined with <reward.verifier> yet: leave out one of "
-            "them."
+            "<reward.remote_url> combined with <reward.verifier> is not available yet: leave out "
+            "one of them."
         )
     if all(has_host(source) for source in reward.sources):
         return

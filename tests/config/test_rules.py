@@ -175,8 +175,8 @@ BROKEN: list[tuple[str, str, str]] = [
     (RL, "--ds.enable_sleep --ds.zero_stage 0",
      "--ds.enable_sleep needs --ds.zero_stage 1, 2 or 3"),
     (RL, "--reward.verifier math --reward.remote_url http://host,r.py",
-     "--reward.remote_url http://host,r.py cannot be combined with --reward.verifier math yet: "
-     "leave out one"),
+     "--reward.remote_url http://host,r.py combined with --reward.verifier math is not available "
+     "yet: leave out one"),
     (SFT, "--ds.param_dtype fp16", "--ds.param_dtype fp16 is not available yet: use bf16"),
     (RL, "--ds.param_dtype fp16", "--ds.param_dtype fp16 is not available yet: use bf16"),
     (RL, "--vllm.quantization awq",
