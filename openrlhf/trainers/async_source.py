@@ -27,10 +27,10 @@ class Started(Held):
     prompt: Prompt
     group: Group = field(default_factory=list[Trajectory])
     failed: int = 0  # number of failed samples in the group
-    unpublished: int = 0  # number of steps since its start that published no weights
+    unpublished: int = 0  # number of steps since the prompt started that published no weights
 
     def finish(self, group: Group) -> None:
-        """Store the finished samples, reduced to what training needs."""
+        """Store the finished samples, keeping only what training needs."""
         self.group = [episode.packed() for episode in group]
         self.failed = sum(episode.failed for episode in group)
         self.finished = True
@@ -44,12 +44,12 @@ class Started(Held):
 
 @dataclass(eq=False, repr=False)
 class AsyncSource(Source):
-    """Generates as many prompts at a time as `Capacity` allows, and yields finished ones.
+    """Generates samples for as many prompts at once as `Capacity` allows; yields finished ones.
 
     Private methods run in the event loop, public methods in the controller's thread. Prompts start
     in order, without a pause between epochs. With --train.partial_rollout_enable, samples in
-    progress continue with the new weights. Otherwise a publication waits until the last tokens of
-    these samples are generated, so that every sample has a single weight version. It does not wait
+    progress continue with the new weights. Otherwise, a publication waits until these samples have
+    generated their last tokens, so that every sample has a single weight version. It does not wait
     for rewards. `consumed` counts the prompts that have been drawn.
     """
 
@@ -65,7 +65,8 @@ class AsyncSource(Source):
         self.held: list[Started] = []
         self._left = self._prompts()
         self._tasks: set[asyncio.Task[None]] = set()
-        # By prompt index: a future that is done when the prompt's last token is generated.
+        # Maps each prompt index to a future that completes when the prompt's last token is
+        # generated.
         self._sampling: dict[int, asyncio.Future[None]] = {}
         self._publishing = False
         self._changed = asyncio.Event()
@@ -84,10 +85,10 @@ class AsyncSource(Source):
                 yield prompt
 
     def resume(self, *, step: int, consumed: int, folder: Path) -> None:
-        """Continue after `step`, when about `consumed` prompts had been drawn.
+        """Resume after `step`, by which point about `consumed` prompts had been drawn.
 
-        `folder` is the folder that `save` wrote to; it has the exact number. Unfinished samples are
-        generated again with the current weights.
+        `folder`, which `save` wrote to, holds the exact number. Unfinished samples are generated
+        again with the current weights.
         """
         files = EpisodeFolder(folder)
         run = files.header("step", step)["run"]
@@ -98,7 +99,7 @@ class AsyncSource(Source):
         for episode in files.read("step", step):
             groups[episode.prompt.index].append(episode)
         for index, version in run["held"]:
-            prompt = self.prompt(index)  # with the label from the dataset
+            prompt = self.prompt(index)  # the prompt with its label from the dataset
             group = [replace(episode, prompt=prompt) for episode in groups[index]]
             begun = Started(version=version if group else step, prompt=prompt)
             if group:
@@ -127,12 +128,12 @@ class AsyncSource(Source):
     def __iter__(self) -> Iterator[list[Trajectory]]:
         while not self.exhausted:
             groups = None
-            while groups is None:  # each iteration ends when a sample finishes, or raises
+            while groups is None:  # each iteration waits for a sample to finish
                 groups = self.loop.run(self._progress(), self.train.step_timeout)
             yield list(chain.from_iterable(groups))
 
     async def _progress(self) -> list[Group] | None:
-        """Return the next step's groups. If they are not ready, wait for a change, return None."""
+        """Return the next step's groups. If they are not ready, await a change and return None."""
         self._start()
         places = self.rule.next_step(
             self.held, self.version, last=self.consumed >= self.total_prompts
@@ -156,7 +157,7 @@ class AsyncSource(Source):
         await asyncio.gather(*done)
 
     def _take(self, places: list[int]) -> list[Started]:
-        """Remove the prompts at `places` from the held ones, and count them as a step."""
+        """Remove the held prompts at the indices `places`, and count them as one step."""
         finished = sum(each.finished for each in self.held)
         self._waiting = finished - len(places)
         taken = [self.held[place] for place in places]
@@ -175,7 +176,7 @@ class AsyncSource(Source):
     def _has_lost_too_many(self) -> bool:
         """True if so many finished samples have failed that the training loop is bound to raise.
 
-        No further prompts are drawn then.
+        In that case, no further prompts are drawn.
         """
         failed = 0
         samples = 0
@@ -226,11 +227,11 @@ class AsyncSource(Source):
 
     @contextmanager
     def publishing(self, version: int) -> Iterator[bool]:
-        """Start no prompts until the block exits.
+        """Keep new prompts from starting until the block exits.
 
-        Without --train.partial_rollout_enable, no tokens are generated in the block either. Yields
-        False if the process is asked to terminate while samples are still being generated; the
-        caller must not publish then.
+        Without --train.partial_rollout_enable, no tokens are generated inside the block either.
+        Yields False if the process is asked to terminate while samples are still being generated;
+        in that case, the caller must not publish.
         """
         is_quiet = self.loop.run(self._hold(), self.train.step_timeout)
         yield is_quiet

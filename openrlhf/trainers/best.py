@@ -64,19 +64,19 @@ class BestMetric:
         return value > self.value
 
     def value_of(self, step: int) -> float | None:
-        """Return the value after `step`, or None if the last evaluation was of another step."""
+        """Return the value after `step`, or None if the last evaluation was at another step."""
         if self.evaluated_at != step:
             return None
         return self.last
 
     @property
     def exhausted(self) -> bool:
-        """True if --eval.patience is used up, so that the run ends."""
+        """True if --eval.patience is exhausted, which ends the run."""
         return self.patience is not None and self.waited >= self.patience
 
     @property
     def followed(self) -> str | None:
-        """The name of the metric; None if it is not known yet, or if no metric is followed."""
+        """The name of the tracked metric; None if it is not known yet or tracking is disabled."""
         if self.key in ("", "none"):
             return None
         return self.key
@@ -105,8 +105,8 @@ class BestMetric:
     ) -> Checkpoint | None:
         """Return the best evaluation's checkpoint, or None to export the weights after `step`.
 
-        Without --eval.patience, the last weights are exported. `say` receives a message about which
-        weights are exported, why, and whether the patience ended the run.
+        Without --eval.patience, the last weights are exported. `say` receives a message stating
+        which weights are exported, why, and whether --eval.patience ended the run.
         """
         if self.patience is None:
             return None

@@ -1,4 +1,4 @@
-"""How far generation may run ahead of training.
+"""Limits on how far generation may run ahead of training.
 
 Pure functions: the asynchronous source and the simulator share this rule.
 """
@@ -23,9 +23,10 @@ class Held:
 class Capacity:
     """Limits on prompts in progress and on sample age.
 
-    At most `queue` batches of `batch` prompts are being generated or waiting, in addition to the
-    batch in training. No sample is used to train weights that are more than `staleness` versions
-    newer than the weights that started the sample. With `queue` 1, training is one step off-policy.
+    In addition to the batch in training, at most `queue` batches of `batch` prompts may be in
+    generation or waiting. No sample is used to train weights that are more than `staleness`
+    versions newer than the weights that started the sample. With `queue` 1, training is one step
+    off-policy.
     """
 
     batch: int
@@ -35,7 +36,7 @@ class Capacity:
     def room(self, held: Sequence[Held]) -> int:
         """Return the number of prompts that may start.
 
-        `held` are all prompts that have started but are not trained on yet, in order.
+        `held` lists, in order, all prompts that have started but have not been trained on yet.
         """
         ahead = sum(not each.filtered for each in held)
         most = min(self.queue, self.staleness) * self.batch
@@ -46,11 +47,11 @@ class Capacity:
     ) -> list[int] | None:
         """Return the indices into `held` of the next step's prompts, or None if it has to wait.
 
-        The step trains weights of `version` on the oldest finished prompts. It waits for unfinished
-        older prompts that would otherwise become too old: after each step, the remaining prompts
-        must be young enough for the steps that will train on them in order. Rejected prompts belong
-        to the step of the prompts before them. `last`: no more prompts will start, so the step may
-        be smaller.
+        The step trains the weights of version `version` on the oldest finished prompts. It waits
+        for unfinished older prompts that would otherwise become too old: after each step, the
+        remaining prompts must be young enough for the steps that will train on them in order.
+        Rejected prompts belong to the step of the prompts before them. `last`: no more prompts will
+        start, so the step may be smaller.
         """
         kept: list[int] = []
         left: list[Held] = []  # prompts for later steps
@@ -73,7 +74,7 @@ class Capacity:
         return sorted({*kept, *rejected})
 
     def _would_be_too_old(self, left: Sequence[Held], version: int) -> bool:
-        """Return whether an unfinished prompt must be awaited, so that no prompt gets too old."""
+        """Return whether the step must wait for an unfinished prompt, lest a prompt get too old."""
         if all(each.finished for each in left):
             return False
         for place, each in enumerate(left):

@@ -52,7 +52,7 @@ class DistillationTask(SFTTask):
         return cast(KDConfig, self.config).kd
 
     def frozen_paths(self) -> dict[str, str | None]:
-        """Return the teacher's path, unless a server runs the teacher."""
+        """Return the teacher's path, unless the teacher runs on a server."""
         if self.kd.served:
             return {}
         return {TEACHER: self.kd.teacher_model}

@@ -1,4 +1,4 @@
-"""A check that engines and trainer compute the same log-probabilities."""
+"""A check that the engines and the trainer compute the same log-probabilities."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -20,8 +20,8 @@ from openrlhf.workers.policy import PolicyWorker
 class Probe:
     """Prompts that every engine answers with its first published weights.
 
-    `params`: request a few tokens at the policy's temperature, without top-k or top-p. `tolerance`:
-    the largest mean difference of log-probabilities, in nats, that rounding can explain.
+    `params` requests a few tokens at the policy's temperature, without top-k or top-p. `tolerance`
+    is the largest mean difference between log-probabilities, in nats, that rounding can explain.
     """
 
     prompts: Sequence[list[int]]
@@ -42,7 +42,7 @@ class EngineComparison:
         """Compare all running engines with the policy, and clear the engines' caches.
 
         Raises PublicationError if the log-probabilities differ by more than rounding can explain,
-        because engine and trainer then compute different functions of the same weights.
+        because the engine and the trainer then compute different functions of the same weights.
         """
         engines = self.fleet.up
         prompts = self.probe.prompts

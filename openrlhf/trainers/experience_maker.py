@@ -1,4 +1,4 @@
-"""Turns finished episodes into a training batch: forward passes in workers, then pure functions."""
+"""Conversion of episodes into a training batch: forward passes in workers, then pure functions."""
 
 from collections import Counter
 from collections.abc import Sequence
@@ -34,7 +34,7 @@ from openrlhf.workers.policy import kl_metrics
 class StepBatch:
     """A batch with the columns that the workers computed.
 
-    `trajectories` are all episodes with their rewards; `kept` are those in `experience`.
+    `trajectories` are all episodes with their rewards; `kept` are the episodes in `experience`.
     """
 
     experience: Experience
@@ -51,7 +51,8 @@ class StepBatch:
 def trainable(trajectories: Sequence[Trajectory], *, needs_groups: bool) -> list[int]:
     """Return the indices of the trainable episodes: not failed or filtered, with sampled tokens.
 
-    If the samples of a prompt are compared (`needs_groups`), single samples are dropped too.
+    If samples of the same prompt are compared (`needs_groups`), a prompt's only sample is dropped
+    too.
     """
     finished: list[int] = []
     peers: Counter[int] = Counter()  # number of finished samples of each prompt
@@ -69,9 +70,8 @@ def trainable(trajectories: Sequence[Trajectory], *, needs_groups: bool) -> list
 class ExperienceMaker:
     """Adds the columns that models compute to a batch, and assigns credit to its tokens.
 
-    `stages` compute what the update needs. They do not include model rewards if the source of the
-    episodes has added these already. `kl` holds the KL coefficient, which is fixed or adapts to a
-    target.
+    `stages` compute what the update needs. They leave out model rewards if the episodes' source has
+    already added them. `kl` holds the KL coefficient, which is fixed or adapts to a target.
     """
 
     config: RLFlags
@@ -82,10 +82,10 @@ class ExperienceMaker:
         self.kl = KLController(kl.init_coef, target=kl.target, horizon=kl.horizon)
 
     def annotate(self, trajectories: Sequence[Trajectory]) -> StepBatch:
-        """Compute those of R, log π_old, log π_ref, log π_teacher and V that the update needs.
+        """Compute whichever of R, log π_old, log π_ref, log π_teacher and V the update needs.
 
-        The models compute in parallel. The timing metrics are the seconds from the common start to
-        the end of each stage. Columns that are not computed have no metric.
+        The models compute in parallel. Each timing metric is the time in seconds from the common
+        start to the end of its stage. Columns that are not computed have no metric.
         """
         timing: dict[str, Metric] = {}
         needs_groups = self.config.estimator.per_group
@@ -147,13 +147,13 @@ class ExperienceMaker:
     ) -> dict[str, Tensor]:
         """Return the columns r_t, Â_t (not yet normalized) and Ĝ_t, all (N,).
 
-        `shaped` (B,) is the shaped reward of each row; `kl` (N,) is the KL penalty's estimate.
+        `shaped` (B,) is the shaped reward of each row; `kl` (N,) is the estimate of the KL penalty.
         """
         advantage = self.config.algo.advantage
         estimator = ADVANTAGE_ESTIMATORS[advantage.estimator]
         names = ("token_rewards", "advantages", "returns")
         columns = {name: torch.zeros(experience.num_tokens) for name in names}
-        # Estimators that compare whole samples ignore rewards of single turns.
+        # Estimators that compare whole samples ignore the rewards of individual turns.
         turns = None if estimator.traits.per_group else experience.turn_rewards
         row_of_token = experience.sample_of_token()
         for block in experience.blocks():  # rows of similar lengths
@@ -178,7 +178,7 @@ class ExperienceMaker:
         return columns
 
     def _teacher_kl(self, experience: Experience) -> Tensor:
-        """Return log π_old − log π_teacher for each sampled token (N,), which distillation lowers.
+        """Return log π_old − log π_teacher for each sampled token (N,), to be minimized.
 
         It is the token's contribution to KL(π ‖ teacher). Only the token itself gets credit, not
         earlier tokens. Lu et al. 2025, On-Policy Distillation,
@@ -213,7 +213,7 @@ class ExperienceMaker:
     def _reward_kl(self, experience: Experience) -> tuple[Tensor | None, dict[str, Metric]]:
         """Return the per-token KL between π_old and π_ref (N,), and its metrics.
 
-        Returns None and no metrics if the KL is not in the reward.
+        Returns None and no metrics if the reward has no KL term.
         """
         kl = self.config.algo.kl
         old, reference = experience.old_logprobs, experience.ref_logprobs
@@ -244,7 +244,7 @@ class ExperienceMaker:
 def group_metrics(rewards: Tensor, groups: Tensor) -> dict[str, Metric]:
     """Return metrics on how much rewards vary among samples of the same prompt.
 
-    They are averaged over the prompts with at least two samples.
+    The metrics are averaged over the prompts with at least two samples.
     """
     stats = group_statistics(rewards, groups)
     weights = (stats.size > 1) / stats.size  # they sum to 1 within each group

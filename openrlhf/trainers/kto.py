@@ -35,8 +35,8 @@ class KTOTask(ReferencedTask[KTOConfig, LabelledRow]):
     """The KTO loss, averaged over the answers of the accumulation window on all ranks.
 
     The KL is the mean of log π − log π_ref over prompts that are paired with the next row's answer,
-    without gradient. It is computed in a first pass over the window, so that it does not depend on
-    how the window is split.
+    computed without gradient. This happens in a first pass over the window, so that it does not
+    depend on how the window is split.
     """
 
     root: ClassVar = KTOConfig
@@ -96,8 +96,8 @@ class KTOTask(ReferencedTask[KTOConfig, LabelledRow]):
     def of_window(self, rows: Sequence[LabelledRow], strategy: Strategy) -> list[LabelledRow]:
         """Return this rank's rows, each paired with the next row's answer. Collective.
 
-        The window's last row gets the first row's answer. The window's rows are assigned to the
-        ranks round-robin: row i of rank r is row i · ranks + r of the window.
+        The window's last row is paired with the first row's answer. The window's rows are assigned
+        to the ranks round-robin: row i of rank r is row i · ranks + r of the window.
         """
         own = [(row.answer, row.loss_mask[row.prompt_length :]) for row in rows]
         answers: list[tuple[list[int], list[bool]]] = []  # tokens and targets, in window order
@@ -125,8 +125,8 @@ class KTOTask(ReferencedTask[KTOConfig, LabelledRow]):
     def _mismatched(self, row: LabelledRow) -> tuple[list[int], list[bool]]:
         """Return tokens and targets of the prompt followed by the other row's answer.
 
-        They are truncated like any row, and then still end with the end-of-text token. A row
-        without another answer is returned unchanged.
+        The result is truncated like any other row, and still ends with the end-of-text token. A row
+        that is not paired with another answer is returned unchanged.
         """
         if row.other is None:
             return row.tokens, row.loss_mask

@@ -29,7 +29,7 @@ class ModelUpdate:
     config: RLFlags
 
     def improve(self, experience: Experience, *, step: int, kl_coef: float) -> dict[str, Metric]:
-        """Update the models after `step` finished steps, and return the metrics of the update.
+        """Run the update that follows `step` finished steps, and return its metrics.
 
         While only the critic is trained (--critic.freezing_steps), the policy is not updated.
         """

@@ -1,6 +1,7 @@
 """Counts of a run's episodes by outcome.
 
-The run's last message shows them if the run used up its prompts early or never updated the model.
+The run's last message shows the counts if the run used up its prompts early or never updated the
+model.
 """
 
 from collections import Counter
@@ -13,12 +14,12 @@ from openrlhf.trainers.filtering import DynamicFilter
 
 
 class NothingLearned(UserError, RuntimeError):
-    """A run ended without an optimizer step. The message explains what happened to the episodes."""
+    """Error for a run without an optimizer step. Its message explains the fate of the episodes."""
 
 
 @dataclass(kw_only=True)
 class Outcome:
-    """Counts of the episodes of a run since it started or resumed.
+    """Counts of a run's episodes since the run started or resumed.
 
     `keep` is the run's dynamic filter.
     """

@@ -47,7 +47,7 @@ class PPOTrainer:
     checkpointing: Checkpointing
     recorder: Recorder
     clock: Clock
-    hosts: Sequence[HostHandles]  # processes of all models
+    hosts: Sequence[HostHandles]  # processes that run the models
     config: RLFlags
     step: int = field(default=0, init=False)  # number of finished steps
     stopped: bool = field(default=False, init=False)  # True if --algo.kl.stop_run ended the run
@@ -56,7 +56,7 @@ class PPOTrainer:
         self.outcome = Outcome(keep=self.source.keep)
 
     def fit(self) -> None:
-        """Train until the prompts or --eval.patience are used up, then export the models."""
+        """Train until the prompts run out or --eval.patience ends the run, then export all."""
         self.begin()
         with self.saving_last_step():
             for trajectories in self.rollouts():  # τ ~ π_rollout
@@ -88,7 +88,7 @@ class PPOTrainer:
             self.evaluate()
 
     def rollouts(self) -> Iterator[list[Trajectory]]:
-        """Yield the episodes of each step until the prompts or --eval.patience are used up."""
+        """Yield each step's episodes until the prompts run out or --eval.patience ends the run."""
         steps = iter(self.source)
         while not self.best.exhausted:
             with self.clock.part("generation"):
@@ -181,9 +181,9 @@ class PPOTrainer:
 
     @property
     def evaluation_is_due(self) -> bool:
-        """True if the weights of this step must be evaluated, as those of the last step always are.
+        """True if this step's weights must be evaluated. The last step's weights always are.
 
-        A step's evaluation comes before its checkpoint.
+        A step is evaluated before its checkpoint is written.
         """
         every = self.config.eval.steps
         return every > 0 and (self.is_last_step or self.step % every == 0)
@@ -191,8 +191,9 @@ class PPOTrainer:
     def evaluate(self) -> None:
         """Evaluate the published weights, and save a checkpoint if they are a new best.
 
-        Termination interrupts only the sampling; it waits for the rest. Raises RewardErrors if too
-        many episodes have failed. That evaluation is logged, but never counts as the best.
+        A termination request interrupts only the sampling; everything else finishes first. Raises
+        RewardErrors if too many episodes have failed. Such an evaluation is logged, but never
+        counts as the best.
         """
         if self.play is None:
             return
@@ -236,8 +237,9 @@ class PPOTrainer:
     def saving_last_step(self) -> Iterator[None]:
         """Save the last finished step if the block is terminated or fails.
 
-        Failures are the loss of all engines and evaluations in which too many episodes fail. If
-        checkpoints are disabled and an evaluation fails, the model is exported instead.
+        It handles two failures: the loss of all engines, and an evaluation in which too many
+        episodes fail. If checkpoints are disabled and an evaluation fails, the model is exported
+        instead.
         """
         try:
             yield

@@ -1,8 +1,8 @@
 """Direct preference optimization (DPO) and related losses.
 
 The policy learns to prefer each pair's chosen answer more strongly than the reference does. This
-module also contains what other tasks reuse: a frozen reference with its log-probabilities, and
-pairs that stay together in micro-batches.
+module also contains code that other tasks reuse: a frozen reference with its log-probabilities, and
+pairs whose two texts stay in the same micro-batch.
 """
 
 from collections.abc import Mapping, Sequence
@@ -39,7 +39,7 @@ class ReferencedTask(LanguageTask[Referenced, Row, Answers], Generic[Referenced,
     def frozen_paths(self) -> dict[str, str | None]:
         """Return the reference's path, if the loss uses a reference.
 
-        A reference that equals the trained model without its adapters is not loaded.
+        A reference that is identical to the trained model without its adapters is not loaded.
         """
         if not self.config.needs_reference or self.config.reference_is_policy:
             return {}
@@ -74,7 +74,7 @@ class PairTask(OfflineTask[Paired, PairRow, Micro], Generic[Paired, Micro]):
     def text_format(self, tokenizer: PreTrainedTokenizerBase, ending: str) -> TextFormat | None:
         """Return the prompt format, or None if it is unknown.
 
-        It is unknown if the texts include their prompts and are not chat messages.
+        The format is unknown if the texts include their prompts and are not chat messages.
         """
         data = self.config.data
         if not data.prompt_key and not data.apply_chat_template:

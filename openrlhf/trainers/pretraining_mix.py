@@ -25,7 +25,7 @@ class PretrainingMix:
         self.seed = seed
 
     def draw(self, optimizer_step: int) -> list[int]:
-        """Return the numbers of the rows for an optimizer step."""
+        """Return the indices of the rows for an optimizer step."""
         first = optimizer_step * self.batch_size
         drawn: list[int] = []
         while len(drawn) < self.batch_size:

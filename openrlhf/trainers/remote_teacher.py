@@ -24,7 +24,7 @@ from openrlhf.rewards.servers import ServerError
 from openrlhf.trainers.stages import Add, EpisodeRows
 
 PROBED = 64  # number of tokens, spread over the vocabulary, whose texts are compared
-UNREADABLE = "\ufffd"  # replacement character: the token is only a part of a character
+UNREADABLE = "\ufffd"  # replacement character: the token holds only part of a character
 
 
 class RemoteTeacher:
@@ -42,8 +42,8 @@ class RemoteTeacher:
     def likeliest(self, rows: Sequence[list[int]]) -> list[list[list[tuple[float, int]]]]:
         """Return, for each row, the most likely tokens at every position except the first.
 
-        Each entry is a log-probability (nats) and a token id. Raises UserError if the server does
-        not answer.
+        Each entry consists of a log-probability (nats) and a token id. Raises UserError if the
+        server does not answer.
         """
         pending = [in_background(self._likeliest(tokens)) for tokens in rows]
         try:
@@ -87,7 +87,8 @@ class RemoteTeacher:
     async def _entries(self, tokens: Sequence[int]) -> list[dict[str, Any]]:
         """Return the server's entries for each position except the first.
 
-        Each maps the ids of the prompt's own token and of the most likely tokens to their scores.
+        Each entry maps the ids of the prompt's own token and of the most likely tokens to their
+        scores.
         """
         wanted = {"prompt": list(tokens), "prompt_logprobs": self.best, "max_tokens": 1}
         answered = await self.engine.ask("/completions", wanted)

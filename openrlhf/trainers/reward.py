@@ -40,7 +40,7 @@ class RewardTask(PairTask[RMConfig, Pairs]):
         return PreferenceDataset(dataset, tokenizer, self.config.data)
 
     def measured_rows(self, train_rows: Any) -> Subset[PairRow]:
-        """Return the first rows. The mean and deviation of their rewards are always needed."""
+        """Return the first training rows. The model always stores the scale of their rewards."""
         number = max(FEWEST_MEASURED, int(len(train_rows) * MEASURED_FRACTION))
         return Subset(train_rows, range(min(number, len(train_rows))))
 
@@ -88,7 +88,7 @@ class RewardTask(PairTask[RMConfig, Pairs]):
         return self.share(losses.sum(), outputs.aux_loss, len(losses), totals["pairs"], metrics)
 
     def evaluation_names(self, metrics: Mapping[str, Metric]) -> dict[str, Metric]:
-        """Return the loss, the accuracy, and the scale of chosen and rejected rewards together.
+        """Return the loss, the accuracy, and the scale of chosen and rejected rewards combined.
 
         The scale consists of the mean and the unbiased standard deviation.
         """
@@ -103,7 +103,7 @@ class RewardTask(PairTask[RMConfig, Pairs]):
     def evaluated(self, model: nn.Module, numbers: Mapping[str, float]) -> None:
         """Store the rewards' mean and standard deviation in the model's configuration.
 
-        RL reads them with --reward.normalize_enable.
+        RL uses these values with --reward.normalize_enable.
         """
         assert isinstance(model, ScalarModel)
         model.set_scale(numbers["eval/reward_mean"], numbers["eval/reward_std"])

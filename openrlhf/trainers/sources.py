@@ -1,4 +1,4 @@
-"""Sources of trajectories: they generate the batch for each training step."""
+"""Sources of trajectories, which generate the batch for each training step."""
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Sequence
@@ -71,7 +71,7 @@ class Source(ABC):
         """True if no prompt is left."""
 
     def resume(self, *, step: int, consumed: int, folder: Path) -> None:
-        """Continue after `step`, when `consumed` prompts had been used.
+        """Resume after `step`, by which point `consumed` prompts had been used.
 
         `folder` is the folder that `save` wrote to.
         """
@@ -79,7 +79,7 @@ class Source(ABC):
         self.consumed = consumed
 
     def save(self, folder: Path) -> None:  # noqa: B027 — a source may have nothing to save
-        """Write the samples that are generated but not trained on yet.
+        """Write the samples that have been generated but not trained on yet.
 
         By default nothing is written, because a resumed run generates these samples again.
         """
@@ -139,13 +139,14 @@ class Source(ABC):
 
 @dataclass(eq=False, repr=False)
 class SyncSource(Source):
-    """Generates with the last published weights, when the loop needs a step and none is waiting.
+    """Generates with the last published weights whenever the loop needs a step and none is waiting.
 
     `batch_size` is the number of prompts per step, not counting rejected prompts; the last batch of
-    an epoch may be smaller. `at_once` is the number of prompts to generate responses for at a time,
-    at least one step's. If they fill several steps, the later steps train on samples from older
-    weights. `last_step`: the generator yields nothing after that step. `consumed` counts the
-    prompts of the yielded steps. A resumed run starts there and generates the waiting groups again.
+    an epoch may be smaller. `at_once` is the number of prompts to generate responses for at a time;
+    it covers at least one step. If these prompts fill several steps, the later steps train on
+    samples from older weights. The generator yields nothing after step `last_step`. `consumed`
+    counts the prompts of the yielded steps. A resumed run continues after these prompts and
+    generates the waiting groups again.
     """
 
     last_step: int | None = None
@@ -191,7 +192,7 @@ class SyncSource(Source):
             yield list(chain.from_iterable(step))
 
     def _generate(self, prompts: Iterator[Prompt]) -> list[Group]:
-        """Return the groups of the next prompts, in prompt order. Empty if the epoch is over.
+        """Return the groups of the next prompts in prompt order, or an empty list after the epoch.
 
         A batch whose failures are bound to exceed the error budget is aborted early, and the
         training loop reports the errors. A batch for several steps is never aborted early, because

@@ -51,7 +51,7 @@ class EpisodeRows:
     def with_episodes(self, episodes: Sequence[Trajectory]) -> "EpisodeRows":
         """Return the same rows with the current rewards of `episodes`.
 
-        Rows of failed episodes get NaN.
+        Rows of failed episodes get a reward of NaN.
         """
         if self._rows is None:
             return EpisodeRows(episodes)
@@ -83,7 +83,7 @@ Add = Callable[[EpisodeRows, float], EpisodeRows]
 
 
 class Stage(Protocol):
-    """A computation of rewards or of a per-token column by models."""
+    """Rewards or a per-token column, computed by models."""
 
     @property
     def writes(self) -> str | None:
@@ -166,7 +166,7 @@ class ColumnStage:
 
     @property
     def timing(self) -> str:
-        """The name of the timing metric, which is that of the column."""
+        """The name of the timing metric, which is the column's name."""
         return self.writes
 
     def launch(self, batch: EpisodeRows) -> Add:
@@ -179,7 +179,7 @@ class ColumnStage:
 class RewardStage:
     """The rewards from reward models, if there are any.
 
-    They are added to the reward function's rewards, with the weights from the flags.
+    Each model's rewards are added to the reward function's rewards, weighted as the flags specify.
     """
 
     workers: WorkerGroup | None

@@ -1,4 +1,4 @@
-"""The offline training loop: each accumulation window of rows makes one optimizer step.
+"""The offline training loop: each accumulation window of rows gives one optimizer step.
 
 A task defines the rows, the models, the counts and the loss.
 """
@@ -60,14 +60,14 @@ class SupervisedTrainer(Generic[Row, Micro]):
         )
         followed = self.ckpt.best_metric_key
         if not followed and not config.eval.patience:
-            followed = "none"  # only --eval.patience needs a metric if no flag names one
+            followed = "none"  # without a flag that names a metric, only early stopping tracks one
         self.best = BestMetric(followed, ending="loss", patience=config.eval.patience)
         self.step = 0
         self.saved = -1  # step of the newest checkpoint
-        self.measured_at = -1  # step of the evaluation whose numbers the model stores
+        self.measured_at = -1  # step of the evaluation whose results the model stores
 
     def fit(self) -> None:
-        """Train until the steps or --eval.patience are used up, then export the model."""
+        """Train until the steps run out or --eval.patience ends the run, then export the model."""
         if self.recorder:
             self.recorder.display.begin(self.total_steps, done=self.step)
         with termination.whole():  # all ranks terminate together, after a step or the export
@@ -158,7 +158,7 @@ class SupervisedTrainer(Generic[Row, Micro]):
             self.recorder.step(self.step, values(logged))
 
     def _asked_to_end(self) -> int:
-        """Return the exit status with which any rank was asked to terminate, or 0. Collective."""
+        """Return the exit status of a termination request on any rank, or 0. Collective."""
         [status] = self.strategy.all_reduce([termination.asked()], "max")
         return int(status)
 
@@ -183,13 +183,14 @@ class SupervisedTrainer(Generic[Row, Micro]):
     def measure(self, *, interruptible: bool = False) -> dict[str, float] | None:
         """Return the task's metrics over all evaluation rows, each row counted once. Collective.
 
-        As in training, a first pass over all rows comes before the losses. Returns None on all
-        ranks if `interruptible` and a rank is asked to terminate.
+        As in training, a first pass over all rows precedes the computation of the losses. Returns
+        None on all ranks if `interruptible` and a rank is asked to terminate.
         """
         parts: list[dict[str, Metric]] = []
         with self.engine.evaluating(), torch.no_grad():
             micros: list[Micro] = []
-            counts: list[dict[str, float]] = []  # of the first micro-batches, which have own rows
+            # counts of the micro-batches that hold this rank's own rows, which come first
+            counts: list[dict[str, float]] = []
             for rows in self._evaluation_batches():
                 if interruptible and self.task.has_first_pass and self._asked_to_end():
                     return None
@@ -238,8 +239,8 @@ class SupervisedTrainer(Generic[Row, Micro]):
     def store_numbers(self, *, interruptible: bool = False) -> None:
         """Evaluate the weights to export, so that the model can store the results. Collective.
 
-        A reward model stores the mean and standard deviation of its rewards. `interruptible`: if a
-        rank is asked to terminate, the model keeps the results of its newest evaluation.
+        A reward model stores the mean and standard deviation of its rewards. If `interruptible` and
+        a rank is asked to terminate, the model keeps the results of its latest evaluation.
         """
         stored = self.measured_at == self.step and not self.engine.average
         if self.eval_rows is None or not self.task.stores_numbers or stored:
@@ -323,8 +324,8 @@ class SupervisedTrainer(Generic[Row, Micro]):
     def export(self, path: str, *, final: bool = True) -> None:
         """Write the model in Transformers' format, or its adapters in PEFT's. Collective.
 
-        With --train.enable_ema, the EMA of the weights is written. `final`: this export ends the
-        run.
+        With --train.enable_ema, the EMA of the weights is written. `final` marks the export that
+        ends the run.
         """
         with self.engine.averaged():
             export_trained(

@@ -1,6 +1,6 @@
 """Offline tasks by name: `openrlhf sft` trains the task "sft".
 
-A task that a plug-in registers becomes a command, too.
+A task that a plug-in registers also becomes a command.
 """
 
 from abc import ABC, abstractmethod
@@ -76,7 +76,7 @@ class OfflineTask(ABC, Generic[Config, Row, Micro]):
     def frozen_paths(self) -> dict[str, str | None]:
         """Return the paths of the frozen language models, keyed by the flags that name them.
 
-        None means a copy of the model before training.
+        A path of None stands for a copy of the model from before training.
         """
         return {}
 
@@ -106,7 +106,7 @@ class OfflineTask(ABC, Generic[Config, Row, Micro]):
         return rows
 
     def micro_batches(self, batch: Micro, limits: MicroBatchLimits) -> list[Micro]:
-        """Split a batch. Limits on the number of rows count units of `rows_per_unit` rows."""
+        """Split a batch. Row limits count units of `rows_per_unit` rows."""
         size = self.rows_per_unit
         longest = batch.lengths.view(-1, size).amax(1)  # length of each unit's longest row
         partition: list[list[int]] = []
@@ -198,7 +198,7 @@ class OfflineTask(ABC, Generic[Config, Row, Micro]):
 
 
 class LanguageTask(OfflineTask[Config, Row, Micro]):
-    """A task that trains a language model, optionally with frozen ones."""
+    """A task that trains a language model, optionally with frozen models."""
 
     model_class: ClassVar[type[PolicyModel]] = PolicyModel
 
@@ -236,7 +236,7 @@ def offline_task(name: str) -> Callable[[Kind], Kind]:
 
 
 def load_spec(config: SupervisedConfig, path: str | None = None) -> LoadSpec:
-    """Return the settings for loading the model at `path`, or by default the initial model."""
+    """Return the settings for loading the model at `path`, by default the initial model."""
     return LoadSpec.of(config, path or config.model.model_name_or_path)
 
 

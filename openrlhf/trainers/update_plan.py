@@ -1,7 +1,7 @@
 """Assignment of rows to ranks and optimizer steps.
 
-It is computed for all ranks before any rows are sent. The set of rows in an optimizer step does not
-depend on the number of ranks; only their assignment to ranks does.
+The assignment is computed for all ranks before any rows are sent. The set of rows in an optimizer
+step does not depend on the number of ranks; only their assignment to ranks does.
 """
 
 from collections import defaultdict
@@ -33,10 +33,10 @@ def plan_update(
 ) -> list[RankUpdate]:
     """Split rows into optimizer steps of `batch_size` episodes, balanced over the ranks.
 
-    `lengths`: number of tokens per row. `episodes`: the number of each row's episode; by default,
-    every row is its own episode. An episode's rows are in the same step. Each epoch is reshuffled.
-    The rows left over after full batches form a last, smaller step, because they were generated at
-    full cost. The plan depends only on the arguments.
+    `lengths` has the number of tokens in each row. `episodes` has the number of each row's episode;
+    by default, every row is its own episode. An episode's rows are in the same step. Each epoch is
+    reshuffled. The rows left over after full batches form a last, smaller step, because they were
+    generated at full cost. The plan depends only on the arguments.
     """
     generator = torch.Generator().manual_seed(seed)
     per_rank: list[list[list[int]]] = [[] for _ in range(ranks)]

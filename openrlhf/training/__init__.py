@@ -1,1 +1,1 @@
-"""Training of a model by several ranks: layout, DeepSpeed engine, optimizer step, optimizers."""
+"""Training of a model on several ranks: layout, DeepSpeed engine, optimizer step, optimizers."""

@@ -23,8 +23,8 @@ from openrlhf.training.whole import full_shape
 class WeightAverage:
     """p̄ ← β·p̄ + (1 − β)·p for every trained weight, in float32, starting at the current weights.
 
-    In bfloat16 training, the float32 master weights are averaged. With ZeRO 3 each rank averages
-    its own shards. Otherwise rank 0 averages the whole weights.
+    In bfloat16 training, the float32 master weights are averaged. With ZeRO 3, each rank averages
+    its own shards; otherwise, rank 0 averages the whole weights.
     """
 
     def __init__(self, module: nn.Module, strategy: Strategy, beta: float) -> None:
@@ -37,7 +37,7 @@ class WeightAverage:
         self.averages = self._copy_weights(torch.float32)
 
     def _weights(self) -> Iterator[tuple[str, Tensor]]:
-        """Yield names and weights: with ZeRO 3 this rank's shards, else whole ones. Collective."""
+        """Yield names and weights (with ZeRO 3, only this rank's shards of them). Collective."""
         for name, parameter in self.parameters.items():
             if self.sharded and self.has_masters:
                 yield name, own_shard(parameter)
@@ -94,7 +94,7 @@ class WeightAverage:
 
     @property
     def whole_weights(self) -> dict[str, Tensor]:
-        """The averaged weights by their parameter name in the Transformers model.
+        """The averaged weights, keyed by parameter name in the Transformers model.
 
         Empty with ZeRO 3, where no rank has whole weights.
         """

@@ -27,8 +27,8 @@ def device_kind() -> str:
 def free_port() -> int:
     """Return a free TCP port from `OWN_PORTS`. Raises OSError if none is free.
 
-    The caller binds the port seconds later, so it is taken from a range that the kernel and Ray do
-    not assign.
+    The caller binds the port seconds later, so the port comes from a range that neither the kernel
+    nor Ray assigns from.
     """
     for port in random.SystemRandom().sample(OWN_PORTS, len(OWN_PORTS)):
         with socket.socket() as probe, suppress(OSError):
@@ -40,7 +40,7 @@ def free_port() -> int:
 def worker_environment(kind: str, *, threads: int) -> dict[str, str]:
     """Return the environment variables for a training process.
 
-    Set them before torch and DeepSpeed are imported. `threads`: number of OpenMP threads.
+    Set them before torch and DeepSpeed are imported. `threads` is the number of OpenMP threads.
     """
     environment = {
         "NCCL_DEBUG": "WARN",
@@ -60,7 +60,7 @@ def worker_environment(kind: str, *, threads: int) -> dict[str, str]:
 
 @contextmanager
 def silenced_stderr() -> Iterator[None]:
-    """Discard standard error, also from C code and child processes, until the block exits."""
+    """Discard standard error, even from C code and child processes, until the block exits."""
     sys.stderr.flush()
     original = os.dup(2)
     with open(os.devnull, "wb") as devnull:
@@ -73,7 +73,7 @@ def silenced_stderr() -> Iterator[None]:
 
 
 def redirect_output(path: str) -> None:
-    """Append this process's standard output and error, also from C++ code, to a file."""
+    """Append this process's standard output and error, including C++ output, to a file."""
     Path(path).parent.mkdir(parents=True, exist_ok=True)
     sys.stdout.flush()
     sys.stderr.flush()

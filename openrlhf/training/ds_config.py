@@ -1,4 +1,4 @@
-"""DeepSpeed configuration dictionaries built from the flags, without process group or device."""
+"""DeepSpeed configuration dictionaries, built from the flags without a process group or device."""
 
 from typing import Any
 
@@ -20,7 +20,8 @@ def training_config(ds: DeepSpeedConfig, *, max_norm: float, ranks: int) -> dict
     return _common_config(ds) | {
         "managed_gradient_accumulation": False,
         "zero_force_ds_cpu_optimizer": False,
-        "zero_allow_untested_optimizer": True,  # registered by a user, such as torch's SGD
+        # allows optimizers that a user registers, such as torch's SGD
+        "zero_allow_untested_optimizer": True,
         "gradient_clipping": max_norm,
         "zero_optimization": zero,
     }
@@ -30,9 +31,9 @@ def trained_zero_stage(ds: DeepSpeedConfig, ranks: int) -> int:
     """Return the ZeRO stage to train with, which may differ from --ds.zero_stage.
 
     Stage 1 in bfloat16 with --ds.enable_sleep runs as stage 2, because DeepSpeed cannot move the
-    optimizer state of stage 1. (Stage 0 is rejected with that flag.) Stage 0 in bfloat16 runs as
-    stage 1, because DeepSpeed's stage 0 cannot accumulate bfloat16 gradients in float32; so does
-    stage 0 with tensor parallelism, which has no gradient norm over split weights. Stage 2 on
+    optimizer state of stage 1. (Stage 0 cannot be combined with that flag.) Stage 0 in bfloat16
+    runs as stage 1, because DeepSpeed's stage 0 cannot accumulate bfloat16 gradients in float32; so
+    does stage 0 with tensor parallelism, which has no gradient norm over split weights. Stage 2 on
     one process runs as stage 1, because there are no other ranks to shard gradients over, and stage
     2 makes an additional copy of each micro-batch's gradients. All stages compute the same numbers.
     """
@@ -85,7 +86,7 @@ def _zero_config(ds: DeepSpeedConfig, stage: int) -> dict[str, Any]:
 def with_bucket_sizes(config: dict[str, Any], hidden_size: int) -> dict[str, Any]:
     """Return the configuration with the ZeRO 3 bucket sizes for a hidden size.
 
-    They are the sizes that Transformers uses. Other stages keep DeepSpeed's defaults.
+    Transformers uses the same sizes. Other stages keep DeepSpeed's defaults.
     """
     zero = config["zero_optimization"]
     if zero["stage"] != 3:

@@ -34,7 +34,7 @@ from openrlhf.training.universal import converted, is_sharded_for_other_ranks
 Totals = Mapping[str, float]  # counts of tokens or sequences by name
 Metrics = dict[str, Metric]
 M = TypeVar("M")  # a micro-batch
-# Data types of weights that have float32 master weights, by --ds.param_dtype.
+# Maps --ds.param_dtype to the data type of weights that have float32 master weights.
 ROUNDED_DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16}
 
 
@@ -65,7 +65,7 @@ class TrainEngine:
     ) -> None:
         """Load a model with `load`, and create its optimizer and schedule.
 
-        `name` is what error messages call the model.
+        Error messages refer to the model as `name`.
         """
         ds = strategy.config
         ranks = strategy.layout.world_size
@@ -121,7 +121,7 @@ class TrainEngine:
     def awake(self) -> Iterator[None]:
         """Keep optimizer state, gradients and master weights on the device until the block exits.
 
-        Forward passes do not need them.
+        Forward passes need none of these.
         """
         if self.sleeps:
             devices.note(f"{self.name} awake")
@@ -197,7 +197,7 @@ class TrainEngine:
         if not any(totals.values()):
             return StepResult(applied=False, grad_norm=0.0, lr=self._lr())
         for name, total in totals.items():
-            totals[name] = total or 1.0  # avoid dividing by zero: the sum over no terms is 0
+            totals[name] = total or 1.0  # avoid dividing by zero: a sum of no terms is 0
         totals |= sums
         terms: list[LossTerm] = []
         with watched_gradients(self.module, enabled=self.nonfinite_in_a_row > 0) as broken:
@@ -214,7 +214,7 @@ class TrainEngine:
     def _first_pass(
         self, window: Sequence[M], before: Callable[[M], tuple[M, Totals]], rounds: int
     ) -> tuple[list[M], dict[str, float]]:
-        """Call `before` on the window `rounds` times on each rank, without gradient and dropout.
+        """Call `before` on the window `rounds` times on each rank, without gradient or dropout.
 
         Returns the new window, and the numbers summed over all ranks.
         """
@@ -294,8 +294,8 @@ class TrainEngine:
     def save(self, directory: str, tag: str) -> None:
         """Write the training state to `directory/tag`. Collective.
 
-        It consists of the trained weights, their EMA, the optimizer, schedule and random states,
-        and the numbers of skipped steps.
+        The state consists of the trained weights, their EMA, the optimizer, schedule and random
+        states, and the numbers of skipped steps.
         """
         skipped = {
             "nonfinite_steps": self.nonfinite_steps,
@@ -319,7 +319,8 @@ class TrainEngine:
 
         The saved run must have used the same ZeRO stage, except that stages 1 and 2 can be
         exchanged. Files from a different number of ranks are converted if --ds.use_universal_ckpt
-        is set. Learning rate, schedule and other optimizer settings come from this run's flags.
+        is set. The learning rate, the schedule and other optimizer settings come from this run's
+        flags.
         """
         settings: list[dict[str, Any]] = []
         for group in self.engine.optimizer.param_groups:
@@ -375,7 +376,7 @@ class TrainEngine:
 
 
 def _drop_frozen(module: nn.Module, state: dict[str, Any], *_: object) -> None:
-    """Remove frozen weights from a checkpoint, in which DeepSpeed keeps aliases of tied weights."""
+    """Remove frozen weights, including the aliases of tied weights that DeepSpeed keeps."""
     for name, parameter in module.named_parameters(remove_duplicate=False):
         if not parameter.requires_grad:
             state.pop(name, None)

@@ -1,7 +1,7 @@
 """Whole parameters of a model in training, gathered from the ranks bucket by bucket.
 
-Parameters have their names in the Transformers model. The generators are collective. The tensors of
-a bucket are valid until the next bucket is requested.
+Parameters are named as in the Transformers model. The generators are collective. The tensors of a
+bucket are valid until the next bucket is requested.
 """
 
 import math
@@ -22,10 +22,10 @@ def full_parameters(engine: TrainEngine, bucket_bytes: int) -> Iterator[list[Nam
 def exported_parameters(
     engine: TrainEngine, bucket_bytes: int, *, masters: bool = False
 ) -> Iterator[list[NamedTensor]]:
-    """Yield the parameters to export: the adapters if there are any, else the plain model's.
+    """Yield the parameters to export: the adapters' if there are any, else the plain model's.
 
-    `masters`: yield the float32 master weights instead of the rounded weights. The engine must be
-    awake.
+    If `masters` is true, the float32 master weights are yielded instead of the rounded weights. The
+    engine must be awake.
     """
     if not masters or engine.changes is None:
         yield from _gathered(engine, _exported_tensors(engine), bucket_bytes)
@@ -40,7 +40,7 @@ def exported_parameters(
 
 
 def exported_bytes(engine: TrainEngine) -> int:
-    """Return the size of an export in bytes. A float32 EMA counts in the weights' data type."""
+    """Return the size of an export in bytes. A float32 EMA counts as the weights' data type."""
     weights = sum(math.prod(tensor.shape) for tensor in _exported_tensors(engine))
     return weights * engine.hf.dtype.itemsize
 

@@ -1,6 +1,6 @@
 """Layout of ranks: which rank has which part of the data, of each sequence and of each weight.
 
-Pure functions, without process group or device.
+Pure functions that need no process group or device.
 """
 
 from dataclasses import dataclass
@@ -13,8 +13,8 @@ from openrlhf.config.shared import DeepSpeedConfig
 class RankLayout:
     """The numbers of data slices (`dp`), ranks per sequence (`sp`) and ranks per weight (`tp`).
 
-    Consecutive ranks split a weight, and consecutive groups of them split a sequence, so that the
-    heaviest communication stays on one node.
+    Consecutive ranks split a weight, and consecutive groups of such ranks split a sequence, so that
+    the heaviest communication stays on one node.
 
     Example with dp 2, sp 1, tp 2: ranks 0 and 1 work on slice 0, ranks 2 and 3 on slice 1. Ranks 0
     and 2 have the same half of the weights and sum their gradients.
@@ -58,7 +58,7 @@ class RankLayout:
 
     @property
     def gradient_ranks(self) -> int:
-        """Number of ranks over which DeepSpeed averages the gradient of a weight."""
+        """The number of ranks over which DeepSpeed averages the gradient of a weight."""
         return self.dp * self.sp
 
     def slice_ranks(self) -> list[list[int]]:

@@ -13,7 +13,7 @@ from openrlhf.training.strategy import Strategy
 
 
 class NonFiniteError(UserError, RuntimeError):
-    """The loss or gradient of too many optimizer steps in a row was NaN or infinite."""
+    """Error for too many consecutive optimizer steps whose loss or gradient is NaN or infinite."""
 
 
 class LossTerm(NamedTuple):
@@ -28,8 +28,8 @@ def watched_gradients(module: nn.Module, *, enabled: bool) -> Iterator[list[str]
     """Collect the names of parameters that get a non-finite gradient before the block exits.
 
     The parameter closest to the loss comes first. ZeRO frees the gradients before their norm is
-    known, so hooks check each gradient. That takes time, so it is `enabled` only after a skipped
-    step.
+    known, so hooks check each gradient. These checks take time, so they are `enabled` only after a
+    skipped step.
     """
     broken: list[str] = []
 
@@ -48,7 +48,7 @@ def watched_gradients(module: nn.Module, *, enabled: bool) -> Iterator[list[str]
 
 
 def describe_cause(strategy: Strategy, terms: Sequence[LossTerm], broken: Sequence[str]) -> str:
-    """Describe the first non-finite loss of any rank, or else the non-finite gradients. Collective.
+    """Describe the first non-finite loss on any rank, or else the non-finite gradients. Collective.
 
     `broken` are the names from `watched_gradients`.
     """

@@ -35,7 +35,7 @@ def adamw(groups: list[dict[str, Any]], settings: OptimizerConfig) -> Optimizer:
 def adamw_in_cpu_memory(groups: list[dict[str, Any]], settings: OptimizerConfig) -> Optimizer:
     """Return DeepSpeed's AdamW for CPUs, or torch's AdamW if DeepSpeed's cannot be compiled.
 
-    On its first use, DeepSpeed's takes about a minute to compile.
+    DeepSpeed's optimizer takes about a minute to compile on its first use.
     """
     adam = settings.adam
     try:
@@ -58,8 +58,8 @@ def make_optimizer(
 ) -> Optimizer:
     """Return the optimizer named by --optim for the trained parameters.
 
-    `offload`: the optimizer state is in CPU memory, and Adam runs on the CPU. Raises ValueError for
-    an unregistered name.
+    With `offload`, the optimizer state is in CPU memory and Adam runs on the CPU. Raises ValueError
+    for an unregistered name.
     """
     groups = parameter_groups(named_parameters, settings.adam.weight_decay)
     if offload and settings.optim == "adam":

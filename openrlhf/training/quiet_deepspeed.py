@@ -6,7 +6,8 @@ import warnings
 from openrlhf.training import devices
 
 if devices.device_kind() == "cpu":
-    os.environ.setdefault("DS_ACCELERATOR", "cpu")  # without it, DeepSpeed warns and guesses
+    # without this variable, DeepSpeed warns and guesses
+    os.environ.setdefault("DS_ACCELERATOR", "cpu")
 # DeepSpeed probes the linker for libraries at import, which prints harmless errors.
 with devices.silenced_stderr():
     import deepspeed

@@ -15,12 +15,12 @@ LOADER = "transformers.core_model_loading"
 
 
 def read_stored_weights(hf: PreTrainedModel, receive: Callable[[str, Tensor], None]) -> None:
-    """Call `receive(name, tensor)` for each weight in the files of `hf`, in their precision.
+    """Call `receive(name, tensor)` for each weight in the files of `hf`, in the files' precision.
 
     Tensors have the names and shapes of the model in memory, because the Transformers loader
-    renames, stacks and splits the stored tensors. It fills a model on the meta device, so only the
-    tensor passed to `receive` takes up memory. The files are read again, but only the header of a
-    weight that `receive` ignores.
+    renames, stacks and splits the stored tensors. The loader fills a model on the meta device, so
+    only the tensor passed to `receive` takes up memory. The files are read again, except that only
+    the header is read for a weight that `receive` ignores.
     """
     config: Any = copy.deepcopy(hf.config)
     if hasattr(config, "quantization_config"):

@@ -1,4 +1,4 @@
-"""A rank's view of the process group, with its device and collectives; and frozen models."""
+"""A rank's view of the process group, with its device and collectives. Also, frozen models."""
 
 from __future__ import annotations
 
@@ -54,7 +54,8 @@ class Strategy:
                 verbose=False,
                 init_method=rendezvous.INIT_METHOD,
             )
-            if backend == "gloo":  # its threads may abort the process when libraries are unloaded
+            # gloo's threads may abort the process when libraries are unloaded
+            if backend == "gloo":
                 atexit.register(dist.destroy_process_group)
         assert dist.get_world_size() == layout.world_size
         self.rank = dist.get_rank()
@@ -140,13 +141,14 @@ class Strategy:
         """Load weights directly into shards until the block exits, if `config` uses ZeRO 3."""
         sharding: HfDeepSpeedConfig | None = None
         if config["zero_optimization"]["stage"] == 3:
-            # Transformers would split layers itself, which it cannot do for experts.
+            # Otherwise, Transformers would split layers itself, which it cannot do for experts.
             unsplit = {name: value for name, value in config.items() if name != "tensor_parallel"}
             sharding = HfDeepSpeedConfig(unsplit)
         try:
             yield
         finally:
-            # Transformers keeps a weak reference to it, and shards every model while it exists.
+            # Transformers keeps a weak reference to this object, and shards every model while it
+            # exists.
             del sharding
 
 
@@ -173,7 +175,7 @@ class FrozenModel:
         self._moves = offload and not sharded  # True if it moves between device and CPU memory
 
     def on_device(self) -> nn.Module:
-        """Move the model to the device, if it is offloaded, and return it."""
+        """Return the model, after moving it to the device if it is offloaded."""
         if self._moves:
             return self._module.to(self._device)
         return self._module
@@ -203,6 +205,6 @@ def initialize(config: dict[str, Any], module: nn.Module, **arguments: Any) -> A
             stack.enter_context(tensor_parallel.adapters_visible())
         engine: Any = deepspeed.initialize(model=module, config=complete, **arguments)[0]
     if "tensor_parallel" in complete:
-        # It compares the inputs of the ranks by pickling them, and functions cannot be pickled.
+        # DeepSpeed compares the ranks' inputs by pickling them, and functions cannot be pickled.
         engine.first_dataloader_check.remove()
     return engine

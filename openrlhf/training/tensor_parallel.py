@@ -1,7 +1,7 @@
 """Tensor parallelism: the weights of linear layers split over ranks, by DeepSpeed's AutoTP.
 
-Transformers' tensor-parallel plan of an architecture says which layers are split by rows and which
-by columns. Output heads, embeddings and experts stay whole.
+Transformers' tensor-parallel plan for an architecture lists the layers to split by rows and by
+columns. Output heads, embeddings and experts stay whole.
 """
 
 from collections import defaultdict
@@ -18,13 +18,13 @@ from openrlhf.config.flags import UserError
 
 COLUMN = "colwise"
 ROW = "rowwise"
-REPLICATED = "replicated_with_grad_allreduce"  # such as norms of split heads
+REPLICATED = "replicated_with_grad_allreduce"  # for weights such as norms of split heads
 
 
 def complete_config(config: dict[str, Any], module: nn.Module) -> dict[str, Any]:
     """Return DeepSpeed's configuration with the plan of this model, if it splits weights.
 
-    Raises UserError if the model cannot be split over so many ranks.
+    Raises UserError if the model cannot be split over that many ranks.
     """
     split = config.get("tensor_parallel")
     if not split:
@@ -36,11 +36,11 @@ def complete_config(config: dict[str, Any], module: nn.Module) -> dict[str, Any]
 
 
 def layer_specs(config: PretrainedConfig, ranks: int, module: nn.Module) -> list[dict[str, Any]]:
-    """Return how AutoTP divides the weights of a model: patterns of names, and the dimension.
+    """Return how AutoTP splits a model's weights: name patterns, each with the dimension to split.
 
-    A part of a layer (attention, MLP) is split if the plan splits all of it by columns and rows.
-    An adapter's matrices follow their layer: B is split with columns, A with rows. Raises UserError
-    if nothing can be split.
+    A part of a layer (attention, MLP) is split if the plan splits all of it by columns and rows. An
+    adapter's matrices follow their layer: B is split if the layer is split by columns, and A if it
+    is split by rows. Raises UserError if nothing can be split.
     """
     text = config.get_text_config()
     heads = getattr(text, "num_key_value_heads", None) or text.num_attention_heads
@@ -96,7 +96,7 @@ def _splittable_parts(plan: dict[str, str]) -> Iterator[dict[str, str]]:
 def adapters_visible() -> Iterator[None]:
     """Let AutoTP see the layers inside PEFT's layers until the block exits.
 
-    AutoTP would take a PEFT layer for a linear layer, because it has a property `weight`.
+    AutoTP would mistake a PEFT layer for a linear layer, because it has a `weight` property.
     """
     from peft.tuners.tuners_utils import BaseTunerLayer  # slow: only models with adapters need it
 
@@ -113,7 +113,7 @@ def adapters_visible() -> Iterator[None]:
 
 
 def is_split(parameter: Any) -> bool:
-    """Return whether each rank has only a part of a weight because of tensor parallelism."""
+    """Return whether tensor parallelism leaves each rank with only a part of the weight."""
     return _split(parameter) is not None
 
 
@@ -160,7 +160,7 @@ def _with_size(shape: torch.Size, dim: int, size: int) -> list[int]:
 
 
 def _split(parameter: Any) -> dict[str, Any] | None:
-    """Return AutoTP's description of a split parameter, or None for a whole one."""
+    """Return AutoTP's description of a split parameter, or None for a whole parameter."""
     if not getattr(parameter, "tensor_model_parallel", False):
         return None
     return parameter.ds_autotp_universal_checkpoint_meta

@@ -44,7 +44,8 @@ def _convert(directory: Path, tag: str, copy: str) -> None:
 
     Raises UserError if the conversion fails.
     """
-    shutil.rmtree(directory / copy, ignore_errors=True)  # may be left by a killed conversion
+    # a killed conversion may have left this folder
+    shutil.rmtree(directory / copy, ignore_errors=True)
     (directory / copy).mkdir()
     # Use relative paths, because the converter treats paths as glob patterns and folder names may
     # contain brackets.

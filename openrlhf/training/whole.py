@@ -12,7 +12,7 @@ from openrlhf.training import tensor_parallel
 
 
 class WholeTensor(NamedTuple):
-    """A tensor of the plain model, and the trained model's parameters that it is computed from."""
+    """A tensor of the plain model, and the trained parameters from which it is computed."""
 
     name: str
     shape: tuple[int, ...]
@@ -26,7 +26,7 @@ class WholeTensor(NamedTuple):
 
 
 def whole_tensors(model: nn.Module) -> Iterator[WholeTensor]:
-    """Yield every parameter of the plain model under its name there. Yield tied weights once."""
+    """Yield every parameter of the plain model by its name in that model, and tied weights once."""
     layers = dict(model.named_modules())
     for name, parameter in model.named_parameters():  # lists each tied weight once
         owner, adapted, leaf = name.rpartition(".base_layer.")

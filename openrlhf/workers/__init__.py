@@ -1,1 +1,1 @@
-"""Worker roles as plain classes. Each takes a `Strategy` and settings, and does not need Ray."""
+"""Worker roles as plain classes. Each takes a `Strategy` and settings, and works without Ray."""

@@ -32,7 +32,7 @@ BUCKET_BYTES = {"cpu": 64 << 20, "cuda": 256 << 20}
 
 @dataclass(frozen=True, kw_only=True)
 class MicroBatchLimits:
-    """The maximum number of rows, or of tokens, in one micro-batch.
+    """The limits on the rows or tokens in one micro-batch.
 
     If `max_tokens` is set, `size` is ignored. A padded row costs as much as the longest row of its
     micro-batch, so padded rows are grouped by length, and the longest rows come first. Packed rows
@@ -75,7 +75,7 @@ class MicroBatchLimits:
 
 
 def _tokens_per_slice(tokens_per_gpu: int | None, ds: LoadingConfig) -> int | None:
-    """Return the token budget of the ranks that work on the same rows, each with its part."""
+    """Return the token budget of a group of ranks that each compute a part of the same rows."""
     if tokens_per_gpu is None:
         return None
     return tokens_per_gpu * ds.ranks_per_slice
@@ -112,7 +112,7 @@ def balancing_term(
 
     Returns 0 and no metric if `aux_loss` is None. `count` is the micro-batch's part of the window's
     denominator. The window's loss is therefore the mean over its micro-batches, weighted by their
-    counts, and the coefficient has the same effect however the window is split.
+    counts, and the effect of the coefficient does not depend on how the window is split.
     """
     if aux_loss is None:
         return 0.0, {}
@@ -125,7 +125,7 @@ class RoleSettings:
 
     config: RLFlags
     load: LoadSpec
-    # Optimizer steps of the run, which set the length of a trained model's learning-rate schedule.
+    # Number of optimizer steps in the run: the length of a trained model's learning-rate schedule.
     total_steps: int = 0
 
 
@@ -144,7 +144,7 @@ Job = TypeVar("Job", bound=Update)
 
 
 class TrainedWorker(ABC, Generic[Job]):
-    """A model with an optimizer. Each subclass is a role, and defines its counts and loss.
+    """A model with an optimizer. Each subclass is a role that defines its own counts and loss.
 
     `name` is the role's name in the logs.
     """
@@ -216,8 +216,8 @@ class TrainedWorker(ABC, Generic[Job]):
     def window(self, job: Job, number: int) -> list[Any]:
         """Return this rank's micro-batches for optimizer step `number` of the update.
 
-        A rank without rows in the step gets one row without actions, because it has to take part in
-        collective forward passes.
+        A rank that has no rows in the step gets one row without actions, because it must take part
+        in the collective forward passes.
         """
         rows = job.steps[number]
         batch = job.experience.select(rows or [0])
@@ -254,7 +254,7 @@ class TrainedWorker(ABC, Generic[Job]):
         """Write the model, or only its adapters if it has any. Collective.
 
         If the run keeps an exponential moving average of the weights, the average is written.
-        `final`: this is the run's last export.
+        `final` marks the run's last export.
         """
         with self.engine.awake(), self.engine.averaged():
             export_trained(
@@ -276,7 +276,7 @@ def export_trained(
     masters: bool,
     final: bool = True,
 ) -> None:
-    """Write an engine's model, and compare the files with the model. Collective.
+    """Write an engine's model, and compare the written files with the model. Collective.
 
     The engine must be awake and hold the weights to export. Raises ExportError if a file cannot be
     written, or if the files of a `final` export do not match the trained model.

@@ -85,7 +85,7 @@ class RewardWorker:
     def step_rewards(self, answers: TokenRows) -> Tensor:
         """Return the process reward model's step rewards for this rank's rows, (N,).
 
-        They are defined by `StepScorer.rewards`.
+        `StepScorer.rewards` defines the step rewards.
         """
         assert self.step_scorer
         column = column_of(answers, self.step_scorer.rewards, self.settings.limits, self.strategy)

@@ -46,8 +46,8 @@ def clip_of(actor: ActorConfig) -> Clip:
 def correction_of(algo: AlgoConfig) -> Correction:
     """Return the correction for the train/rollout mismatch.
 
-    Its weights are always computed, because a metric counts the tokens outside the band. The loss
-    uses them only if a level is set.
+    The correction's weights are always computed, because a metric counts the tokens outside the
+    band. The loss uses these weights only if a level is set.
     """
     flags = algo.correction
     low, high = flags.band or algo.advantage.is_correction_threshold
@@ -128,7 +128,7 @@ class PolicyWorker(TrainedWorker[PolicyUpdate]):
     def window(self, job: PolicyUpdate, number: int) -> list[Experience | TokenRows]:
         """Return micro-batches of episodes, and of pretraining text if the update has any.
 
-        Each optimizer step trains on both.
+        Each optimizer step trains on both kinds.
         """
         window: list[Experience | TokenRows] = [*super().window(job, number)]
         for text in job.pretraining[number : number + 1]:
@@ -263,7 +263,7 @@ class PolicyWorker(TrainedWorker[PolicyUpdate]):
         )
 
     def _encoder(self) -> Encoder:
-        """Return the encoder for publishing the served adapter, or else the whole model."""
+        """Return the encoder that publishes the served adapter or, without one, the whole model."""
         model = self.engine.hf
         if self.served_adapter:
             return Encoder(
@@ -283,7 +283,7 @@ class PolicyWorker(TrainedWorker[PolicyUpdate]):
         return os.environ["MASTER_ADDR"], free_port()
 
     def join_weight_group(self, group: WeightGroup) -> None:
-        """Leave the current weight group, and join the new one if this rank is a sender."""
+        """Leave the current weight group, and join the new group if this rank is a sender."""
         self.sender.leave()
         if self.strategy.rank in group.senders:
             self.sender.join(group, group.senders.index(self.strategy.rank))
@@ -294,7 +294,7 @@ class PolicyWorker(TrainedWorker[PolicyUpdate]):
         stream = chain.from_iterable(encoder.gathered(manifest.bucket_bytes))
         if self.sender.channel:
             self.sender.send(manifest, encoder.encode(stream))
-        for _ in stream:  # drain it, because gathering is collective
+        for _ in stream:  # drain the stream, because gathering is collective
             pass
 
 
@@ -306,7 +306,7 @@ def blanks_of(tensors: Iterable[WholeTensor]) -> Iterator[NamedTensor]:
 
 @torch.no_grad()
 def mismatch_metrics(old: Tensor, rollout: Tensor, mask: Tensor, outside: Tensor) -> Metrics:
-    """Measure how far engine and trainer disagree about the sampled tokens.
+    """Measure how far the engine and the trainer disagree about the sampled tokens.
 
     The measure is Δ = log π_rollout − log π_old. `outside` marks the tokens whose ω = exp(−Δ) lies
     outside the correction's bounds. Returns the metrics by their logged names.
@@ -327,7 +327,7 @@ def mismatch_metrics(old: Tensor, rollout: Tensor, mask: Tensor, outside: Tensor
 
 
 def kl_metrics(kl: Tensor, difference: Tensor, mask: Tensor) -> Metrics:
-    """Return metrics for the distance to the reference policy by their logged names.
+    """Return, by logged name, the metrics for the distance to the reference policy.
 
     `difference` is log π − log π_ref.
     """

@@ -1,4 +1,4 @@
-"""Rewards from a process reward model: its judgment after each step of a response."""
+"""Rewards from a process reward model, which judges a response after each of its steps."""
 
 from collections.abc import Callable, Sequence
 from functools import cache, partial
@@ -36,8 +36,8 @@ class StepScorer:
     def rewards(self, answers: TokenRows) -> Float[Tensor, " N"]:
         """Return P(correct) ÷ number of steps at the last token of each step, and 0 elsewhere.
 
-        The sum over a response is the mean over its steps. The targets of `answers` are the sampled
-        tokens.
+        The rewards of a response therefore add up to the mean over its steps. The targets of
+        `answers` are the sampled tokens.
         """
         device = answers.tokens.device
         lengths = answers.lengths.tolist()
@@ -113,7 +113,7 @@ class StepCutter:
         return actions[-1:] or [len(tokens) - 1]
 
     def marked(self, tokens: Sequence[int], ends: Sequence[int]) -> tuple[list[int], list[bool]]:
-        """Return the tokens up to the last step, with a placeholder after each step, and a mask.
+        """Return a mask, and the tokens up to the last step with a placeholder after each step.
 
         The mask is True at the placeholders. A step that already ends with a placeholder does not
         get a second one.
