@@ -62,8 +62,6 @@ def packed_sdpa(
                 "(--ds.attn_implementation flash_attention_2 does, on a GPU)"
             )
     if ring_row is not None:
-        if dropout:
-            raise ValueError("its attention has dropout, which rings do not compute")
         attended = ring_attention(query, key, value, ring_row, scale=scaling, window=sliding_window)
         return attended.transpose(1, 2), None
     assert document_lengths is not None

@@ -77,6 +77,11 @@ def prove_layout(model: nn.Module) -> list[Finding]:
         )
         fix = "Use a different architecture (Llama, Qwen, Mistral, …)."
         return [Finding(seen, fix, fails=True)]
+    dropout = getattr(model.hf.config.get_text_config(), "attention_dropout", None)
+    if model.ring and dropout:
+        seen = f"{_name(model)}, has an attention dropout of {dropout}, which a ring cannot apply."
+        fix = "Use --ds.ring_attn_size 1, or set attention_dropout to 0 in its config.json."
+        return [Finding(seen, fix, fails=True)]
     was_training = model.training
     device = next(model.parameters()).device
     devices = [device] if device.type == "cuda" else []
@@ -256,6 +261,9 @@ def _failure(model: CheckedModel, fault: str) -> Finding:
     if model.packing:
         layout = "packed into one row"
         advice = "Drop --ds.packing_samples"
+    if model.ring:
+        layout = f"packed into one row that {model.ring.size} ranks share"
+        advice = "Use --ds.ring_attn_size 1"
     types = getattr(model.hf.config.get_text_config(), "layer_types", None)
     layers = f" (layers: {', '.join(dict.fromkeys(types))})" if types else ""
     return Finding(
