@@ -16,7 +16,7 @@ from openrlhf.isolation.call import Asked, UserCodeError
 from openrlhf.rewards.protocol import RewardResult, numbers, read_rewards, shown
 from openrlhf.rollout.sampling import Generation
 
-FINISHED = {"stop", "length", "abort"}  # finish reasons of samples that can be trained on
+FINISHED = {"stop", "length", "abort"}  # finish reasons of samples that are suitable for training
 
 
 Index = Annotated[int, Field(strict=True, ge=0)]
@@ -24,7 +24,7 @@ Range = Annotated[list[Index], Field(min_length=2, max_length=2)]  # [start, end
 
 
 class EpisodeMistake(UserCodeError):
-    """An error for an executor's result that is no valid episode. The message shows the value."""
+    """An error for an executor's result that is not a valid episode. It shows the wrong value."""
 
     def __init__(self, message: str) -> None:
         super().__init__(message, Failure.RESULT)
@@ -53,7 +53,7 @@ class Assembled:
     truncated: bool
     turns: int
     earlier: Sequence[TrajectoryBuilder] = ()  # the episode's conversations before the last one
-    # one (position of the turn's last token, reward of the turn) for each rewarded turn
+    # A pair (position of the turn's last token, reward of the turn) for each rewarded turn.
     turn_rewards: tuple[tuple[int, float], ...] = ()
     notices: Mapping[str, str]  # messages for the user, keyed by kind of notice
 
@@ -89,7 +89,7 @@ def assemble(
     versions = set(last.weight_versions).union(*(each.weight_versions for each in earlier))
     last.weight_versions = sorted(versions)
     notices = result.get("notices")
-    if not isinstance(notices, dict):  # a user's executor may use the key for something else
+    if not isinstance(notices, dict):  # a user's executor may use this key for something else
         notices = {}
     return Assembled(
         builder=last,
@@ -174,7 +174,7 @@ class _Samples:
         """Return the longest sample that matches the tokens at `start`; remove it from `unused`.
 
         Samples whose prompt equals the tokens before `start` are preferred. If a sample may belong
-        to another episode, it is used only if its prompt is equal.
+        to another episode, it is used only if its prompt equals these tokens.
         """
         span = tokens[start:end]
         matching: list[tuple[bool, bool, int, int]] = []
@@ -239,7 +239,7 @@ def _numbers(name: str, given: Any, count: int, of: str) -> list[float] | None:
 def _reward(result: Mapping[str, Any], turn_rewards: Sequence[float] | None) -> RewardResult:
     """Return the episode's reward, which defaults to the sum of its turn rewards.
 
-    Without either, the result has no reward, and a reward model scores the episode.
+    If the result has neither, it has no reward, and a reward model scores the episode.
     """
     reward = result.get("reward")
     if reward is None and turn_rewards:

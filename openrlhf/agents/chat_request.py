@@ -18,7 +18,7 @@ WITHOUT_EFFECT = {
     "user", "metadata", "store", "service_tier", "safety_identifier", "prompt_cache_key",
     "prompt_cache_retention",
 }  # fmt: skip
-# OpenAI and vLLM fields, with the accepted values: those that request the default behavior.
+# OpenAI and vLLM fields with their accepted values, which request the default behavior.
 NEUTRAL_VALUES: dict[str, tuple[Any, ...]] = {
     "n": (1,),
     "top_logprobs": (0,),

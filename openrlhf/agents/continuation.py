@@ -17,7 +17,7 @@ class Continuation:
     """A text encoded as the continuation of other tokens.
 
     `exact` is false if the tokenizer would merge the start of the text with the preceding
-    characters. Sampled tokens cannot be changed, so the text then begins with a new token.
+    characters. Sampled tokens cannot be changed, so in that case the text begins with a new token.
     """
 
     tokens: list[int]
@@ -35,7 +35,8 @@ def encode_after(
 ) -> Continuation:
     """Encode `text` as a continuation of the tokens `before`.
 
-    A tokenizer may treat the start of a text specially: sentencepiece adds a space there.
+    A tokenizer may treat the start of a text specially. For example, sentencepiece adds a space
+    there.
 
     Example: a Llama tokenizer encodes "\\n<|user|>" as `\\n`, `<|user|>` after `</s>`, but as `▁`,
     `\\n`, `<|user|>` on its own.

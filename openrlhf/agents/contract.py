@@ -31,7 +31,7 @@ if TYPE_CHECKING:
 
 
 class Engine(Protocol):
-    """An engine with the latest published policy weights, from which an executor samples."""
+    """An engine from which an executor samples, with the latest published policy weights."""
 
     async def generate(
         self, prompt_token_ids: list[int], sampling_params: Any = None, multi_modal_data: Any = None
@@ -85,7 +85,7 @@ class AgentInstanceBase(ABC):
     """The environment of one episode. Each episode creates a new instance."""
 
     async def reset(self, states: dict[str, Any], **kwargs: Any) -> dict[str, Any]:
-        """Begin the episode, whose prompt is `states["observation"]`.
+        """Start the episode, whose prompt is `states["observation"]`.
 
         To change the prompt, return a dict with a different `observation`.
         """
@@ -219,10 +219,10 @@ class _Episode:
         self.tokens = encode(tokenizer, text)[-prompt_room:]
         self.ranges: list[tuple[int, int]] = []
         self.rewards: list[float] = []  # one per turn
-        self.score: float | None = None  # score of the last turn that has one
+        self.score: float | None = None  # score of the last turn that has a score
         self.logs: dict[str, Any] = {}
         self.truncated = False
-        self.end_text = ""  # the last action's end-of-turn text, not in `text`
+        self.end_text = ""  # the last action's end-of-turn text, which `text` omits
         self.notices: dict[str, str] = {}
 
     @property
@@ -281,7 +281,7 @@ class _Episode:
             )
 
     def result(self) -> dict[str, Any]:
-        """Return the token-related entries for the result of `execute`."""
+        """Return the entries on tokens for the result of `execute`."""
         return {
             "observation_tokens": self.tokens,
             "action_ranges": self.ranges,
@@ -294,8 +294,8 @@ class _Episode:
 class SingleTurnAgentExecutor(AgentExecutorBase):
     """An executor for single-turn episodes.
 
-    `remote_rm_url` is a file that defines `reward_func`, or one or more reward server URLs.
-    Without it, episodes have no reward yet.
+    `remote_rm_url` is a file that defines `reward_func`, or one or more reward server URLs. Without
+    this URL, episodes have no reward yet.
     """
 
     def __init__(self, remote_rm_url: str | list[str] | None = None) -> None:

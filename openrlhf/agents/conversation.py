@@ -26,7 +26,7 @@ EXCERPT_CHARACTERS = 60  # maximum length of quoted text in a notice
 class ChatMistake(EngineRefusal):
     """An error for a request that cannot be answered.
 
-    The message is for the agent's author. `param` names the invalid field.
+    The message addresses the agent's author. `param` names the invalid field.
     """
 
     def __init__(self, message: str, param: str | None = None) -> None:
@@ -227,7 +227,8 @@ class Conversation:
     def _note_differences(self, whole: str, added: str, *, exact: bool) -> None:
         """Add notices if the conversation differs from `whole`, a fresh rendering of it.
 
-        `added` is the text after the last reply. `exact`: its tokens start where the reply ends.
+        `added` is the text after the last reply. `exact` is true if its tokens start where the
+        reply ends.
         """
         if self._text + added != whole:
             self.notices["template"] = _difference(self._text + added, whole)

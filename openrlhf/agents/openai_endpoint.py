@@ -43,7 +43,7 @@ from openrlhf.rollout.sampling import SamplingParams
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
-MODEL = "policy"  # requests may name any model
+MODEL = "policy"  # reported model name; requests may name any model
 KEEP_ALIVE_S = 24 * 3600
 
 
@@ -55,19 +55,19 @@ class _Session:
     max_length: int
     engine: Engine
     params: SamplingParams
-    lock: asyncio.Lock = field(default_factory=asyncio.Lock)  # allows one request at a time
+    lock: asyncio.Lock = field(default_factory=asyncio.Lock)  # allows only one request at a time
     requests: set[asyncio.Task[Any]] = field(default_factory=set)  # in progress
     # Conversations that have a reply, ordered by the time of their last reply.
     conversations: list[Conversation] = field(default_factory=list[Conversation])
     notices: dict[str, str] = field(default_factory=dict[str, str])
-    truncated: bool = False  # by a limit of the run, at the last request or its reply
+    truncated: bool = False  # whether a limit of the run truncated the last request or its reply
     last_request: dict[str, Any] = field(default_factory=dict[str, Any])  # answered last
     last_answer: dict[str, Any] = field(default_factory=dict[str, Any])
 
     def conversation_for(self, inputs: TemplateInputs) -> Conversation:
         """Return the conversation that a request continues, or a new one.
 
-        If a request continues several conversations, return the longest.
+        If a request continues several conversations, return the longest of them.
         """
         continued = [each for each in self.conversations if not each.mismatch(inputs)]
         if continued:
@@ -255,7 +255,7 @@ class OpenAIAgentExecutor(AgentExecutorBase):
     async def _answer(self, session: _Session, request: ChatRequest) -> dict[str, Any]:
         """Return a reply in the API's format.
 
-        A client that repeats its last request gets the same reply.
+        A client that repeats its last request gets the same reply again.
         """
         limits = [request.max_tokens, request.max_completion_tokens, session.params.max_tokens]
         params = replace(

@@ -18,7 +18,8 @@ from openrlhf.rollout.engine import RequestRefused
 from openrlhf.rollout.generator import Generate, SamplingSpec
 from openrlhf.rollout.sampling import Generation, SamplingParams
 
-EPISODES_PER_PROCESS = 128  # concurrent episodes; further ones wait before their deadlines start
+# concurrent episodes; more episodes wait, and their deadlines start later
+EPISODES_PER_PROCESS = 128
 NEW_CONVERSATION = "\n\n[new conversation]\n"  # separates conversations in samples.jsonl
 CANCELLATION_GRACE_S = 5.0  # time allowed for a cancelled episode to end
 
@@ -114,7 +115,7 @@ class AgentEpisodes:
             return generation
 
         def answer(turn: int, question: dict[str, Any]) -> asyncio.Future[Generation | str]:
-            # Called in the pool's event loop, which runs in its own thread.
+            # This function is called in the pool's event loop, which runs in its own thread.
             sampling = asyncio.run_coroutine_threadsafe(sample(turn, question), loop)
             return asyncio.wrap_future(sampling)
 

@@ -1,4 +1,4 @@
-"""The code that runs in an agent process.
+"""The code that runs inside each agent process.
 
 One executor from the user's file runs many episodes on one event loop.
 """
@@ -37,7 +37,7 @@ IGNORED_PARAMS = {
 
 
 class EngineProxy:
-    """The engine that an episode uses. It requests samples from the process that owns the pool."""
+    """An episode's engine, which requests samples from the process that owns the pool."""
 
     def __init__(
         self, ask: Ask, params: SamplingParams, tokenizer: PreTrainedTokenizerBase, max_length: int
@@ -158,7 +158,7 @@ def start(path: str, tokenizer: bytes, max_length: int, max_turns: int | None) -
 
 
 async def play(prompt: str, label: Any, params: SamplingParams, images: Any) -> dict[str, Any]:
-    """Run one episode and return the entries of the executor's result that are used."""
+    """Run one episode, and return those entries of the executor's result that the run uses."""
     arguments = {
         "prompt": prompt,
         "label": label,

@@ -1,1 +1,1 @@
-"""Transformers models on our one axis: flat tokens in, log-probabilities of the tokens out."""
+"""Transformers models that take flat batches of tokens and return their log-probabilities."""

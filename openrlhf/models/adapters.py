@@ -18,7 +18,7 @@ from openrlhf.config.flags import UserError
 from openrlhf.config.shared import LoraConfig
 from openrlhf.models.stored_files import writable_configuration
 
-PREFIX = "base_model.model."  # of tensor names in PEFT's files
+PREFIX = "base_model.model."  # prefix of tensor names in PEFT's files
 
 
 def with_adapters(
@@ -42,8 +42,8 @@ def with_adapters(
         **scale_settings(lora),
         use_dora=lora.dora,
     )
-    # PEFT would round the adapters to the layer's dtype. The training engine rounds them itself and
-    # keeps the exact values.
+    # Prevent PEFT from rounding the adapters to the layer's dtype: the training engine rounds them
+    # itself and keeps the exact values.
     in_float32 = patch.object(
         BaseTunerLayer,
         "_get_base_layer_device_and_dtype",
@@ -59,14 +59,14 @@ def with_adapters(
 
 
 def scale_settings(lora: LoraConfig) -> dict[str, Any]:
-    """Return the settings of W + s·BA under PEFT's names."""
+    """Return the settings of W + s·BA by their names in PEFT."""
     return {"r": lora.rank, "lora_alpha": lora.alpha, "use_rslora": lora.rslora}
 
 
 def stored_name(name: str) -> str:
     """Return the name of a trained tensor in PEFT's files.
 
-    In files, DoRA's magnitudes are tensors, not layers.
+    PEFT's files store DoRA's magnitudes as tensors, not as layers.
     """
     name = name.replace(".default.", ".")
     return PREFIX + name.replace(".lora_magnitude_vector.weight", ".lora_magnitude_vector")
@@ -155,7 +155,7 @@ def _plain_layer(layer: Any) -> Any:
 
 @contextmanager
 def adapters_off(model: nn.Module) -> Iterator[None]:
-    """Disable the adapters until the block exits, which turns the model back into the reference."""
+    """Disable the adapters until the block exits, so that the model acts as the reference."""
     layers: list[Any] = [layer for layer in model.modules() if hasattr(layer, "disable_adapters")]
     for layer in layers:
         layer._disable_adapters = True  # PEFT's own switch would also freeze the adapters
@@ -167,7 +167,7 @@ def adapters_off(model: nn.Module) -> Iterator[None]:
 
 
 def save_adapter(model: Any, trained: Mapping[str, Tensor], folder: Path) -> None:
-    """Write the trained tensors as an adapter in PEFT's format, and the model's configuration."""
+    """Write the trained tensors as an adapter in PEFT's format, and the model configuration too."""
     stored = {stored_name(name): tensor for name, tensor in trained.items()}
     save_file(stored, folder / "adapter_model.safetensors")
     model.peft_config["default"].save_pretrained(folder)
@@ -183,9 +183,9 @@ def stored_adapter(folder: Path) -> dict[str, Tensor]:
 
 
 def with_stored_adapter(folder: Path, load_base: Callable[[str], PreTrainedModel]) -> Any:
-    """Return an adapter's base model with the adapter, as PEFT loads it.
+    """Return an adapter's base model with the adapter added by PEFT.
 
-    `load_base` loads the base model, whose folder or Hub name it gets.
+    `load_base` loads the base model from a folder or Hub name.
     """
     from peft import PeftConfig, PeftModel
 

@@ -1,4 +1,4 @@
-"""The decoder under a head. It runs on flat tokens, as one packed row or a right-padded block."""
+"""The decoder under a head. It runs flat tokens as one packed row or a right-padded block."""
 
 import sys
 from dataclasses import dataclass, replace
@@ -35,23 +35,23 @@ class Outputs(NamedTuple):
 
 @dataclass(frozen=True, kw_only=True)
 class Decoded:
-    """The last hidden states of a flat batch, as far as this rank has computed them."""
+    """The last hidden states of a flat batch: those that this rank has computed."""
 
     states: Float[Tensor, "n H"]
     num_tokens: int  # N, of the whole batch
     aux_loss: Tensor | None = None  # the load-balancing loss, if it is computed
     ring: Ring | None = None
-    # The places of the states in the batch, ascending. None: this rank has all states.
+    # The states' positions in the batch, in ascending order, or None if this rank has all states.
     places: Int[Tensor, " n"] | None = None
 
     def held(self, places: Int[Tensor, " K"]) -> Int[Tensor, " k"]:
-        """Return those of `places` whose states this rank has. `places` must ascend."""
+        """Return the elements of `places` whose states this rank has. `places` must ascend."""
         if self.places is None:
             return places
         return places[torch.isin(places, self.places)]
 
     def at(self, held: Int[Tensor, " k"]) -> Float[Tensor, "k H"]:
-        """Return the states at places that this rank has."""
+        """Return the states at `places`, all of which this rank must have."""
         if self.places is None:
             return self.states[held]
         return self.states[torch.searchsorted(self.places, held)]
@@ -59,9 +59,9 @@ class Decoded:
     def column(
         self, values: Float[Tensor, "n ..."], places: Int[Tensor, " n"] | None = None
     ) -> Float[Tensor, "N ..."]:
-        """Return the values that all ranks have computed, each at its place; 0 elsewhere.
+        """Return the values that all ranks have computed, each at its position, and 0 elsewhere.
 
-        Without `places`, the values are those of the states. Collective over a ring.
+        Without `places`, the values belong to the states' own positions. Collective over a ring.
         """
         if places is None:
             if self.places is None:
@@ -72,7 +72,7 @@ class Decoded:
     def joined(
         self, values: Float[Tensor, "k ..."], rows: Int[Tensor, " k"], count: int
     ) -> Float[Tensor, "K ..."]:
-        """Return `count` rows with the values of all ranks, 0 where none has one. Collective."""
+        """Return `count` rows with the values of all ranks, and 0 in all other rows. Collective."""
         blank = values.new_zeros(count, *values.shape[1:])
         filled = blank.index_put((rows,), values)
         if self.ring:
@@ -105,9 +105,9 @@ class HeadedModel(nn.Module):
     """A Transformers model whose decoder runs on flat batches, under an output head.
 
     Exports read the submodule `hf`. With `packing`, all sequences run as one row without padding;
-    otherwise as a right-padded block. With `balancing`, the load-balancing loss of a mixture of
-    experts is computed during training. Raises ModelError if `balancing` is set for any other
-    model.
+    otherwise, they run as a right-padded block. With `balancing`, the load-balancing loss of a
+    mixture of experts is computed during training. Raises ModelError if `balancing` is set for any
+    other model.
     """
 
     max_len: int | None = None  # tokens in the run's longest sequence, if known
@@ -149,22 +149,24 @@ class HeadedModel(nn.Module):
         return SharedPrefixes.of(tokens, offsets)
 
     def decode(self, tokens: Int[Tensor, " N"], offsets: Int[Tensor, " B+1"]) -> Decoded:
-        """Compute the last hidden states, and the load-balancing loss if it is wanted.
+        """Compute the last hidden states and, if requested, the load-balancing loss.
 
-        No sequence sees another, and packing, padding and a ring give the same results.
+        No sequence sees any other sequence, and packing, padding and a ring give the same results.
         """
         decoder: Any = self.hf.get_decoder()
         num_tokens = len(tokens)
         positions = torch.arange(num_tokens, device=tokens.device)
         positions = positions - offsets[:-1].repeat_interleave(offsets.diff())
         arguments: dict[str, Any] = {}
-        rows: Tensor | slice = slice(None)  # of this rank's tokens in the decoder's flat output
-        places: Tensor | None = None  # of this rank's tokens in the batch, if it has only a part
+        # positions of this rank's tokens in the decoder's flat output
+        rows: Tensor | slice = slice(None)
+        # positions of this rank's tokens in the batch, if it has only a part of them
+        places: Tensor | None = None
         if self.ring:
             row = RingRow(self.ring, offsets.diff().tolist())
             arguments["ring_row"] = row
             places = row.places(tokens.device)
-            rows = places < num_tokens  # without the padding of the row
+            rows = places < num_tokens  # exclude the padding of the row
             places = places[rows]
             block, positions = row.own_part(tokens)[None], row.own_part(positions)[None]
         elif self.packing:

@@ -38,8 +38,8 @@ class OutputHead(nn.Module):
     ) -> tuple[Tensor, Tensor | None]:
         """Return log-probabilities (K,) of `targets`, and entropies in nats if `entropy` is set.
 
-        Without `targets`, return the outputs (K, V). With `reduce`, return its results for all
-        chunks of outputs.
+        Without `targets`, return the outputs (K, V) or, with `reduce`, the results of applying
+        `reduce` to each chunk of outputs.
 
         For log-probabilities, only one chunk of logits exists at a time. The backward pass
         recomputes the logits.
@@ -105,7 +105,7 @@ class OutputHead(nn.Module):
 
 
 def preceding(states: Float[Tensor, "N ..."], places: Int[Tensor, " K"]) -> Float[Tensor, "K ..."]:
-    """Return the states one token before each of `places`, none of which may begin a sequence.
+    """Return the states one token before each of `places`, which must not include first tokens.
 
     All reads of the previous token's state go through this function: if a sequence is split, that
     token may be on another rank.

@@ -28,7 +28,8 @@ from openrlhf.models.adapters import unadapted_experts, with_adapters
 from openrlhf.models.weights import ModelError, StoredWeights, require_finite
 from openrlhf.reporting import notice
 
-# Configuration keys with which some architectures transform logits after the output layer.
+# Configuration keys for the transformations that some architectures apply to the logits after the
+# output layer.
 LOGIT_TRANSFORMS = (
     "final_logit_softcapping",
     "logits_soft_cap",
@@ -88,8 +89,8 @@ class LoadSpec:
 def load_causal_lm(spec: LoadSpec) -> PreTrainedModel:
     """Load a causal language model, ready to train.
 
-    Raises ModelError for unreadable or incomplete files, and in the same cases as
-    `check_is_causal`.
+    Raises ModelError for unreadable or incomplete files, and for any model that `check_is_causal`
+    rejects.
     """
     check_is_causal(spec)
     model, stored = read_model(AutoModelForCausalLM, spec, **pretrained_options(spec))
@@ -101,8 +102,8 @@ def load_causal_lm(spec: LoadSpec) -> PreTrainedModel:
 def check_causal_lm(spec: LoadSpec) -> None:
     """Raise ModelError as `load_causal_lm` would, except for weights that are NaN or infinite.
 
-    Prints notices. Reads only the names and sizes of the weights, so that a run can check them
-    before it starts a process.
+    Prints notices. Reads only the names and sizes of the weights, so that a run can check a model
+    before it starts any process.
     """
     check_is_causal(spec)
     stored = named_weights(AutoModelForCausalLM, spec)
@@ -181,7 +182,7 @@ def configuration(spec: LoadSpec) -> Any:
 
 
 def _rope(config: Any) -> tuple[str, int | None]:
-    """Return the type of RoPE scaling (`default`: none), and the number of positions.
+    """Return the type of RoPE scaling (`default` for no scaling), and the number of positions.
 
     If layer types have different scalings, `dynamic` takes precedence.
     """
@@ -227,7 +228,7 @@ def check_is_causal(spec: LoadSpec) -> None:
 
 
 def step_tokens(spec: LoadSpec) -> tuple[str, list[str]]:
-    """Return a process reward model's placeholder, and its tokens for right and wrong steps.
+    """Return a process reward model's placeholder, and its tokens for correct and incorrect steps.
 
     Raises ModelError if its config.json does not name them.
     """
@@ -340,12 +341,13 @@ def prepare_model(
         pin_longrope(model, spec.max_len)
     if spec.ds.load_in_4bit:
         for layer in model.modules():
-            # Otherwise the first evaluation on a CPU packs the weights for kernels without a
+            # Otherwise, the first evaluation on a CPU packs the weights for kernels that have no
             # backward pass.
             layer.support_avx512bf16_for_cpu = False  # pyright: ignore[reportArgumentType]
     if spec.lora and spec.lora.rank:
         model = with_adapters(model, spec.lora, path=spec.path, seed=spec.seed, head=head)
-        if spec.reentrant:  # a layer whose inputs require no gradient would get no gradient
+        # otherwise, a layer whose inputs require no gradient would get no gradient
+        if spec.reentrant:
             model.enable_input_require_grads()
     if spec.gradient_checkpointing:
         options: dict[str, Any] = {"use_reentrant": spec.reentrant}
@@ -354,11 +356,11 @@ def prepare_model(
 
 
 def pin_longrope(model: PreTrainedModel, max_len: int) -> None:
-    """Give all sequences the RoPE frequencies for `max_len` tokens, like the engine.
+    """Give all sequences the RoPE frequencies for `max_len` tokens, as the engine does.
 
-    LongRoPE has two sets of frequencies, and Transformers chooses one by each batch's longest
-    sequence, so a result would depend on the other sequences in the batch. The model is changed in
-    place.
+    LongRoPE has two sets of frequencies, and Transformers chooses one based on the longest sequence
+    in each batch, so a result would depend on the other sequences in the batch. The model is
+    changed in place.
     """
     for module in model.modules():
         if getattr(module, "rope_type", None) == "longrope":

@@ -3,7 +3,8 @@ and one scaled-dot-product call per document elsewhere.
 
 The function is registered with Transformers under a name that the mask registry does not know, so
 that no mask is built. The document boundaries are passed through the keyword arguments of
-`model.forward`. The cost is the sum over the documents, not the cost of the whole row.
+`model.forward`. The cost is the sum of the documents' costs, not the cost of one sequence as long
+as the row.
 """
 
 import inspect
@@ -46,9 +47,9 @@ def packed_sdpa(
 ) -> tuple[Tensor, None]:
     """Compute causal attention within each document of a packed row.
 
-    Returns (1, N, H, D). Raises ValueError for attention variants that plain
-    scaled-dot-product attention would silently get wrong, and for layers that do not pass on the
-    document boundaries.
+    Returns (1, N, H, D). Raises ValueError for attention variants that plain scaled-dot-product
+    attention would silently compute incorrectly, and for layers that do not pass on the document
+    boundaries.
     """
     if document_lengths is None and ring_row is None:
         raise ValueError(
@@ -83,7 +84,7 @@ def _attend_to_documents(
     scaling: float | None,
     window: int | None,
 ) -> Tensor:
-    """Compute one document after another, by PyTorch's SDPA. Returns (1, N, H, D)."""
+    """Compute one document after another with PyTorch's SDPA. Returns (1, N, H, D)."""
     grouped = query.shape[1] != key.shape[1]
     dtype = query.dtype
     if not query.is_cuda:
@@ -104,7 +105,7 @@ def _attend_to_documents(
         )
 
     documents = (states.to(dtype).split(lengths, 2) for states in (query, key, value))
-    # The parts are not bound to a name, so that they are freed before the conversion.
+    # The parts have no name, so that they are freed before the conversion.
     return torch.cat(list(map(attend, *documents)), 2).transpose(1, 2).to(query.dtype)
 
 
@@ -144,7 +145,7 @@ def _flash(
 
 
 def _window_mask(length: int, window: int | None, device: torch.device) -> Tensor | None:
-    """Return the causal mask of a sliding window, or None if the document fits into the window."""
+    """Return the causal mask for a sliding window, or None if the document fits in the window."""
     if window is None or length <= window:
         return None
     steps = torch.arange(length, device=device)

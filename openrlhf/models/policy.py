@@ -28,8 +28,8 @@ class TokenScores(NamedTuple):
 class PolicyModel(HeadedModel):
     """A model that computes log π(token_t | tokens before it) for flat batches.
 
-    Packing and padding give the same results. Raises ModelError for a model that transforms logits
-    after the output layer.
+    The results do not depend on packing or padding. Raises ModelError for a model that transforms
+    logits after the output layer.
     """
 
     def __init__(self, hf: PreTrainedModel, *, packing: bool, balancing: bool = False) -> None:
@@ -54,12 +54,12 @@ class PolicyModel(HeadedModel):
     ) -> TokenScores:
         """Score the `wanted` tokens. The first token of a sequence has no predecessor and gets 0.
 
-        Logits are computed for wanted tokens only, one chunk at a time.
+        Logits are computed only for the wanted tokens, one chunk at a time.
         """
         decoded = self.decode(tokens, offsets)
         scored = wanted.clone()
         scored[offsets[:-1]] = False
-        # A token is scored where the state of the token before it is.
+        # A token is scored from the state of the preceding token.
         previous = decoded.held(scored.nonzero()[:, 0] - 1)
         places = previous + 1
         logprobs, entropies = self.head(decoded.at(previous), tokens[places], temperature, entropy)
@@ -95,7 +95,8 @@ class LogitModel(PolicyModel):
         held = decoded.held(places)
         if decoded.places is None:
             return Outputs(self.head(decoded.at(held), reduce=reduce)[0], decoded.aux_loss)
-        rows = torch.searchsorted(places, held)  # this rank's among all places
+        # the indices of this rank's positions among all positions
+        rows = torch.searchsorted(places, held)
 
         def reduce_own(logits: Tensor, chunk: slice) -> Tensor:
             return reduce(logits, rows[chunk])

@@ -1,6 +1,7 @@
 """Logits of a few tokens, for comparing two forms of a model.
 
-The forms are a model with an adapter and the merged model, or a model in memory and in files.
+The two forms are a model with an adapter and the merged model, or a model in memory and the same
+model in files.
 """
 
 from typing import Any, NamedTuple
@@ -14,9 +15,9 @@ from openrlhf.models.packed_attention import unpacked
 PROBED_TOKENS = 16
 # Mean differences that rounding to the stored dtype explains, in standard deviations of the logits.
 LARGEST_GAPS = {torch.float32: 1e-3, torch.float16: 0.05, torch.bfloat16: 0.2}
-# Median differences over the tokens, in the same unit. A different kernel, or a router that chooses
-# a different expert, does not explain a larger difference. The logits of unrelated models are 1.1
-# apart.
+# Median differences over the tokens, in the same unit. Not even a different kernel, or a router
+# that chooses a different expert, explains a larger difference. The logits of unrelated models are
+# 1.1 apart.
 OTHER_MODELS = {torch.float32: 0.02, torch.float16: 0.5, torch.bfloat16: 0.5}
 
 
@@ -24,7 +25,7 @@ class LogitGap(NamedTuple):
     """A gap between the logits of two models that rounding does not explain."""
 
     text: str
-    is_other_model: bool  # too large for two forms of the same model
+    is_other_model: bool  # whether the gap is too large for two forms of the same model
 
 
 @torch.no_grad()

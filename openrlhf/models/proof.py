@@ -19,7 +19,7 @@ from openrlhf.models.ring_attention import RingRow
 from openrlhf.models.scalar import ScalarModel
 
 CheckedModel = PolicyModel | ScalarModel
-LENGTHS = (11, 17)  # tokens of the two short sequences
+LENGTHS = (11, 17)  # lengths of the two short sequences, in tokens
 # Number of tokens by which the two long sequences exceed the reach of the model's attention.
 TOKENS_BEYOND_REACH = (16, 32)
 ASSUMED_MAX_LEN = 4096  # tokens; used if the run's maximum sequence length is unknown
@@ -30,7 +30,7 @@ KEPT_ENTRIES = re.compile("window|topk|top_k")
 OTHER_ENTRIES = re.compile(
     "expert|group|layer|moe|mlp|prob|pattern|method|num_|stage|step|mamba|rope|patch|conv"
 )
-# For longer inputs, only the outputs are compared: a gradient would need all activations.
+# For longer inputs, only the outputs are compared, because a gradient would need all activations.
 MAX_GRADIENT_TOKENS = 1024
 # Length in tokens of the common prefix, which packed rows compute once.
 PREFIX_TOKENS = 8
@@ -59,7 +59,7 @@ def prove_layout(model: nn.Module) -> list[Finding]:
     Scores two short sequences in the run's layout, packed or padded, and each sequence alone with
     plain Transformers. If the run's sequences are longer than the windows, blocks, top-k or token
     compression of the model's attention, two longer sequences are scored too. The log-probabilities
-    or values and one gradient must agree, and no token may depend on another sequence; the finding
+    or values and one gradient must agree, and no token may depend on another sequence; the failure
     names the layer types. Weights, gradients, RNG state and training mode stay unchanged.
     Collective under ZeRO 3, where a DeepSpeed engine may wrap the model. A model that is neither a
     PolicyModel nor a ScalarModel is not checked, because it lays out its own batches.
@@ -91,7 +91,7 @@ def prove_layout(model: nn.Module) -> list[Finding]:
             model.eval()
             for case in _cases(model, device):
                 faults.append(_find_fault(model, case))
-        except Exception as error:  # of any type, from the model's own code
+        except Exception as error:  # the model's own code may raise any type
             problem = f"its code or Transformers' failed ({type(error).__name__}: {error})"
             faults.append(problem)
         finally:
@@ -102,9 +102,9 @@ def prove_layout(model: nn.Module) -> list[Finding]:
 def attention_reach(config: PretrainedConfig, max_len: int) -> int:
     """Return the largest attention reach below `max_len`, in tokens.
 
-    A sequence longer than the reach exercises every window, block, top-k and compression that fits
-    into `max_len`. The reach of a top-k of blocks is k times the block size. Returns 0 if no reach
-    exceeds the short sequences.
+    A sequence longer than the reach exercises every window, block, top-k and token compression that
+    fits into `max_len`. If attention keeps the top k blocks, its reach is k times the block size.
+    Returns 0 if no reach exceeds the short sequences.
     """
     blocks: list[int] = []
     kept: list[int] = []
@@ -160,7 +160,7 @@ def _ordinary_tokens(model: CheckedModel, count: int) -> Tensor:
 
 
 def _find_fault(model: CheckedModel, case: _Case) -> str | None:
-    """Return the fault of a sequence in the run's layout as the end of a message, or None."""
+    """Return the fault of a sequence in the run's layout, worded to end a message, or None."""
     tokens = case.tokens
     offsets = offsets_of(case.lengths).to(tokens.device)
     own = torch.zeros_like(tokens, dtype=torch.bool)
@@ -229,7 +229,7 @@ def _differentiate(hf: PreTrainedModel, forward: Callable[[], Tensor]) -> tuple[
 
 
 def _joined(gradient: Tensor, row: RingRow) -> Tensor:
-    """Return the gradient of a whole row from this rank's part. Collective over the ring."""
+    """Return a whole row's gradient, given this rank's part of it. Collective over the ring."""
     padded = gradient.new_zeros(row.num_tokens + row.padding, gradient.shape[-1])
     padded[row.places(gradient.device)] = gradient
     return row.ring.sum(padded)[: row.num_tokens]

@@ -1,11 +1,12 @@
 """Ring attention: causal attention over a packed row that several ranks share.
 
-Each rank holds a part of the row. Keys and values travel around the ring, one neighbor per round,
-and every rank attends from its own tokens to the keys it holds at the moment. Partial results are
-combined by their log-sum-exp, so no rank ever holds the scores or keys of the whole row.
+Each rank holds a part of the row. Keys and values travel around the ring, moving to the next rank
+in each round, and every rank attends from its own tokens to the keys that it currently holds.
+Partial results are combined by their log-sum-exp, so no rank ever holds the scores or keys of the
+whole row.
 
 Liu et al. 2023, arXiv:2310.01889. The row is cut into 2·size chunks, and rank r holds chunks r and
-2·size − 1 − r, so that a long document costs every rank the same.
+2·size − 1 − r, so that a long document costs the same on every rank.
 """
 
 from bisect import bisect_right
@@ -25,12 +26,12 @@ aten: Any = torch.ops.aten
 
 
 class Block(NamedTuple):
-    """Queries and keys of one document that meet on a rank, as places in the ranks' own parts."""
+    """Queries and keys of one document that meet on a rank, as indices into the ranks' parts."""
 
     queries: slice
     keys: slice
     causal: bool  # a square on the diagonal; otherwise all keys come before all queries
-    distance: int = 0  # of the first query from the first key, in tokens
+    distance: int = 0  # distance of the first query from the first key, in tokens
     window: int | None = None  # keys at this distance or beyond are hidden
 
     def mask(self, like: Tensor) -> Tensor | None:
@@ -67,12 +68,12 @@ class RingRow:
         return rank * self.chunk, (last - rank) * self.chunk
 
     def places(self, device: torch.device) -> Int[Tensor, " n"]:
-        """Return the places in the padded row of this rank's tokens, in ascending order."""
+        """Return the positions of this rank's tokens in the padded row, in ascending order."""
         steps = torch.arange(self.chunk, device=device)
         return torch.cat([start + steps for start in self.chunk_starts(self.ring.rank)])
 
     def own_part(self, row: Int[Tensor, " N"]) -> Int[Tensor, " n"]:
-        """Return this rank's part of a row of numbers; padding is 0."""
+        """Return this rank's part of a row of numbers. Padding tokens get 0."""
         padded = torch.nn.functional.pad(row, (0, self.padding))
         return padded[self.places(row.device)]
 
@@ -103,10 +104,10 @@ class RingRow:
         return found
 
     def _on_diagonal(self, start: int, window: int | None) -> Iterator[Block]:
-        """Yield the blocks inside a chunk: for each document a causal square.
+        """Yield the blocks inside a chunk: a causal square for each document.
 
-        With a window, a document is cut into squares as wide as the window, each of which also
-        sees the square before it.
+        With a window, a document is cut into squares as wide as the window. Each square also sees
+        the square before it.
         """
         end = start + self.chunk
         document = bisect_right(self.borders, start) - 1
@@ -138,12 +139,12 @@ def _moved(places: slice, by: int) -> slice:
 
 
 def _rectangle(queries: slice, keys: slice, window: int | None) -> Iterator[Block]:
-    """Yield the block of queries and earlier keys, without what the window hides entirely."""
+    """Yield the block of queries and earlier keys, without those that the window fully hides."""
     if window is None:
         yield Block(queries, keys, causal=False)
         return
-    # Every query that is left sees the last key, and every key is seen by the first query: kernels
-    # return no log-sum-exp for a query that sees nothing.
+    # Every remaining query sees the last key, and the first query sees every key. This is required
+    # because kernels return no log-sum-exp for a query that sees nothing.
     queries = slice(queries.start, min(queries.stop, keys.stop - 1 + window))
     keys = slice(max(keys.start, queries.start - window + 1), keys.stop)
     if queries.start >= queries.stop or keys.start >= keys.stop:
@@ -169,7 +170,7 @@ def ring_attention(
 ) -> Float[Tensor, "1 H n D_v"]:
     """Compute causal attention inside each document of a row. Collective over its ring.
 
-    `window`: a token sees itself and the window − 1 tokens before it.
+    With `window`, a token sees itself and the window − 1 tokens before it.
     """
     if scale is None:
         scale = query.shape[-1] ** -0.5
@@ -178,7 +179,7 @@ def ring_attention(
 
 
 class _RingAttention(torch.autograd.Function):
-    """Heads that share a key are a second axis of heads: (H_kv, H // H_kv, n, D)."""
+    """Autograd function whose heads have two axes, for shared keys: (H_kv, H // H_kv, n, D)."""
 
     @staticmethod
     def forward(
@@ -225,7 +226,8 @@ class _RingAttention(torch.autograd.Function):
         of_query = torch.zeros(grouped.shape, dtype=torch.float32, device=query.device)
         sizes = [key.shape[-1], value.shape[-1]]
         packed = torch.cat([key[0], value[0]], -1)
-        # The gradient of a rank's keys travels with them, and comes home after `size` shifts.
+        # The gradient of a rank's keys travels with the keys, and returns to that rank after `size`
+        # shifts.
         of_held = torch.zeros(packed.shape, dtype=torch.float32, device=query.device)
         for turn, held in _travelling(row.ring, packed):
             if turn:
@@ -254,7 +256,7 @@ class _RingAttention(torch.autograd.Function):
 
 
 def _travelling(ring: Ring, block: Tensor) -> Iterator[tuple[int, Tensor]]:
-    """Yield the block that this rank holds in each turn; the next one arrives meanwhile."""
+    """Yield the block that this rank holds in each round, while the next block is arriving."""
     held = block.contiguous()
     for turn in range(ring.size):
         if turn + 1 == ring.size:
@@ -277,7 +279,7 @@ def _shifted(ring: Ring, block: Tensor) -> Tensor:
 
 
 def _kernel_dtype(states: Tensor) -> torch.dtype:
-    """Return the type to compute in: CPU kernels take half the time in float32."""
+    """Return the dtype to compute in. On a CPU it is float32, which halves the kernels' time."""
     if states.is_cuda:
         return states.dtype
     return torch.promote_types(states.dtype, torch.float32)
@@ -317,9 +319,10 @@ def _attend_backward(
     block: Block,
     scale: float,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Return the gradients by queries, keys and values of one block.
+    """Return the gradients with respect to the queries, keys and values of one block.
 
-    `output` and `lse` are those of the queries over all their keys, not only the block's.
+    `output` and `lse` are the results for the queries over all of their keys, not only the block's
+    keys.
     """
     mask = block.mask(query)
     if not _has_kernel(query, value, mask):

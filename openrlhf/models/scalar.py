@@ -26,7 +26,7 @@ class ScalarModel(HeadedModel):
     """A model that returns one value for every prefix of every sequence.
 
     A reward model uses the last value, a critic all of them. With `normalize`, the values are
-    (value − mean) / std, with the statistics that reward model training stored in the
+    (value − mean) / std, using the statistics that reward model training stored in the
     configuration. Reward model training itself does not normalize.
     """
 
@@ -98,12 +98,12 @@ def load_scalar(
 ) -> ScalarModel:
     """Load a scalar model, or a causal language model with a new head.
 
-    `head_prefix` names the head, unless the stored configuration has a `value_head_prefix`. Only
-    this function can load an export whose head is not named "score". `reinit_head` replaces a
-    stored head by a new one. `require_head` rejects a folder without a head, whose rewards would be
-    random. A new head is drawn from N(0, σ²) with σ = 1 / (hidden size + 1). It depends only on
-    `seed`, so all ranks get the same head; it resets the stored mean and standard deviation. Raises
-    ModelError if the model cannot be loaded.
+    `head_prefix` is the name of the head, unless the stored configuration has a
+    `value_head_prefix`. Only this function can load an export whose head is not named "score".
+    `reinit_head` replaces a stored head with a new one. `require_head` rejects a folder without a
+    head, whose rewards would be random. A new head is drawn from N(0, σ²) with σ = 1 / (hidden size
+    + 1). It depends only on `seed`, so all ranks get the same head; it resets the stored mean and
+    standard deviation. Raises ModelError if the model cannot be loaded.
     """
     config, declared = _configuration(spec, head_prefix)
     model_class = _model_class(config)
@@ -161,7 +161,7 @@ def check_scalar_weights(
     reinit_head: bool = False,
     require_head: bool = False,
 ) -> None:
-    """Raise ModelError as `load_scalar` would for the names and sizes of the stored weights."""
+    """Raise ModelError as `load_scalar` would for the stored weights' names and sizes."""
     config, declared = _configuration(spec, head_prefix)
     weights = loading.named_weights(_model_class(config), spec, config=config)
     if weights:

@@ -16,7 +16,7 @@ import torch
 from jaxtyping import Int
 from torch import Tensor
 
-# Tensor arguments that attention functions use or reject, or that have no effect.
+# Tensor arguments that attention functions are known to use, to reject or to ignore.
 KNOWN_TENSORS = {
     "attention_mask",
     "position_ids",
@@ -26,7 +26,7 @@ KNOWN_TENSORS = {
     "document_offsets",
     "s_aux",
 }
-# Fraction of saved tokens below which the copies cost more than the layers save.
+# If the fraction of tokens saved is below this value, copying costs more than the layers save.
 SMALLEST_SAVING = 0.05
 
 
@@ -44,7 +44,7 @@ class SharedPrefixes:
 
     @classmethod
     def of(cls, tokens: Int[Tensor, " N"], offsets: Int[Tensor, " B+1"]) -> Self | None:
-        """Return the shared prefixes, or None if they are too short to pay off."""
+        """Return the shared prefixes, or None if they are too short to be worthwhile."""
         flat = tokens.cpu().numpy()
         places = np.arange(len(tokens))
         sequences = [slice(start, stop) for start, stop in pairwise(offsets.tolist())]

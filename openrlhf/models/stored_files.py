@@ -1,7 +1,7 @@
-"""Writing a model's configuration and generation configuration even if Transformers refuses to.
+"""Writing of model and generation configurations that Transformers refuses to write.
 
 Transformers refuses to write some values that it can read: sampling values without `do_sample`, or
-generation values in config.json. A run must not lose its weights because of that, so these files
+generation values in config.json. A run must not lose its weights to such an error, so these files
 are written with the values that were read.
 """
 
@@ -38,8 +38,7 @@ def writable_configuration(config: PreTrainedConfig) -> Iterator[None]:
 def writable(model: PreTrainedModel) -> Iterator[None]:
     """Let the model's `save_pretrained` accept its configuration until the block exits.
 
-    The generation configuration is replaced by an empty one; `write_generation` writes the
-    original.
+    An empty generation configuration replaces the original, which `write_generation` writes.
     """
     generation = getattr(model, "generation_config", None)
     if generation:
@@ -60,7 +59,7 @@ def write_generation(model: PreTrainedModel, folder: Path) -> None:
 
 
 def generation_complaint(path: str, config: PreTrainedConfig) -> str | None:
-    """Return Transformers' complaint about a model's generation configuration, or None.
+    """Return Transformers' error about a model's generation configuration, or None.
 
     Without a generation_config.json, the values are read from config.json.
     """

@@ -41,7 +41,8 @@ class StoredWeights:
     # Name → (size in the files, size in the architecture), where they differ.
     sizes: Mapping[str, tuple[Size, Size]]
     unused: tuple[str, ...]  # weights in the files that the architecture does not have
-    # Unused weights of layers that exist in the architecture, which would compute without them.
+    # Unused weights of layers that exist in the architecture. The layers would run without these
+    # weights.
     ignored: tuple[str, ...]
     # Pairs of weights that config.json ties although they differ in the files.
     broken_ties: tuple[tuple[str, str], ...] = ()
@@ -70,8 +71,8 @@ class StoredWeights:
     def require_all(self, but: Collection[str] = ()) -> None:
         """Raise ModelError if weights other than those in `but` do not match their files.
 
-        Weights may be missing from the files, have the wrong size there, be ignored by their
-        layers, or be tied although they differ.
+        A mismatch is a weight that is missing from the files, has the wrong size there, is ignored
+        by its layer, or is tied although it differs.
         """
         resized = [name for name in self.sizes if name not in but]
         problems = {
@@ -133,9 +134,9 @@ def _broken_ties(path: str, model: Any) -> tuple[tuple[str, str], ...]:
 def stored_weights(path: str) -> Iterator[tuple[str, Callable[[], Tensor]]]:
     """Yield the name of each weight in a model's files, and a function that reads it.
 
-    The function must be called before the next iteration. `path` is a folder, or the name of a
-    model in the Hub cache. Yields nothing if the model is missing. Reads safetensors files or, if
-    none exist, pytorch_model*.bin.
+    Call each function before advancing the iterator. `path` is a folder, or the name of a model in
+    the Hub cache. Yields nothing if the model is missing. Reads safetensors files or, if none
+    exist, pytorch_model*.bin.
     """
     folder = Path(path)
     if not folder.is_dir():
@@ -199,7 +200,7 @@ def is_finite(weight: Tensor) -> bool:
     """Return whether every value is finite."""
     if not weight.is_floating_point():
         return True
-    if weight.dtype.itemsize == 1:  # no sums in 8 bits
+    if weight.dtype.itemsize == 1:  # 8-bit types do not support sums
         weight = weight.float()
     # A sum needs no extra memory. It is finite unless a value is not finite, or the sum overflows.
     return bool(weight.sum().isfinite()) or bool(weight.isfinite().all())
@@ -218,7 +219,7 @@ def _held(weight: Any) -> Tensor:
 
 
 def _is_left_out(model: nn.Module, name: str) -> bool:
-    """Return whether the layer that `name` belongs to has weights, but none with this name."""
+    """Return whether the layer of `name` has weights, but none by this name."""
     owner, _, leaf = name.rpartition(".")
     try:
         held = dict(model.get_submodule(owner).named_parameters(recurse=False))

@@ -9,7 +9,7 @@ from typing import Any, TypeVar
 from openrlhf.config.flags import UserError
 
 T = TypeVar("T")
-CLOSE_TIMEOUT_S = 60.0  # time allowed for cancelled samples to end
+CLOSE_TIMEOUT_S = 60.0  # time allowed for cancelled samples to finish
 END = object()
 
 

@@ -44,7 +44,7 @@ class RequestRefused(EngineError):
 
 
 def _plain_errors(method: Callable[..., Awaitable[Any]]) -> Callable[..., Awaitable[Any]]:
-    """Make a method raise only our own exceptions.
+    """Make a method raise only this package's own exceptions.
 
     A caller would have to import vLLM to unpickle vLLM's exceptions.
     """
@@ -86,9 +86,9 @@ class RolloutEngine:
         self._waking = asyncio.Lock()
 
     def prepare(self, device: Device, *gpus: list[str]) -> None:
-        """Import vLLM, which takes seconds.
+        """Import vLLM, which takes several seconds.
 
-        `gpus`: the GPUs of each process whose devices the engine shares.
+        `gpus` lists the GPUs of each process whose devices the engine shares.
         """
         if gpus and device == "cuda":
             os.environ["CUDA_VISIBLE_DEVICES"] = ",".join(itertools.chain.from_iterable(gpus))
@@ -111,7 +111,8 @@ class RolloutEngine:
     async def start(self, settings: EngineSettings, log_path: str | None = None) -> None:
         """Load the model, and serve version 0.
 
-        `log_path`: file for vLLM's output. Without it, vLLM writes to the process's own output.
+        `log_path` is the file for vLLM's output. Without it, vLLM writes to the process's own
+        output.
         """
         if log_path:
             redirect_output(log_path)
@@ -148,7 +149,7 @@ class RolloutEngine:
         try:
             return await asyncio.gather(*samples)
         finally:
-            for sample in samples:  # cancel all if one failed or the caller was cancelled
+            for sample in samples:  # cancel all samples if one failed or the caller was cancelled
                 sample.cancel()
 
     async def _sample(self, prompt_tokens: list[int], params: SamplingParams) -> Generation:
@@ -222,19 +223,19 @@ class RolloutEngine:
     async def join(self, group: WeightGroup, rank_offset: int) -> None:
         """Leave the previous weight group and join `group`.
 
-        `rank_offset`: the rank of this engine's first worker. The engine does nothing else until
+        `rank_offset` is the rank of this engine's first worker. The engine does nothing else until
         all members have joined. Raises EngineError if a member does not join in time.
         """
         await self._llm.collective_rpc("publication_join", args=(pickle.dumps(group), rank_offset))
 
     @_plain_errors
     async def receive(self, manifest: WeightManifest) -> tuple[WorkerReceipt, ...]:
-        """Pause, receive the weights that the group's sender sends, and verify them.
+        """Pause the engine, receive the weights from the group's sender, and verify them.
 
-        Running samples are frozen. After `resume` they continue with the new weights and a
+        Running samples are frozen. After `resume`, they continue with the new weights and a
         recomputed KV cache. A sleeping engine wakes its weights, but not its KV cache. Raises
-        PublicationError if the version did not arrive completely. The engine then stays paused
-        until a publication succeeds.
+        PublicationError if the version did not arrive completely. In that case, the engine stays
+        paused until a publication succeeds.
         """
         await self._wake("weights")
         if not self._paused:

@@ -19,9 +19,9 @@ from openrlhf.rollout.engine_settings import Device, engine_environment
 
 
 def check_engine_args(extra: Mapping[str, Any], device: Device) -> list[Finding]:
-    """Return a failure for each argument that vLLM does not have, and each value of a wrong type.
+    """Return a failure for each argument unknown to vLLM, and for each value of the wrong type.
 
-    No device is used.
+    The check uses no device.
     """
     if not extra:
         return []

@@ -78,7 +78,8 @@ def start_in_thread(arguments: AsyncEngineArgs) -> AsyncLLM:
 def register_architectures(model: str) -> None:
     """Register a model's classes with vLLM.
 
-    Otherwise vLLM knows them only by name and inspects them in a subprocess, which takes 11 s.
+    Otherwise, vLLM knows the classes only by name and inspects them in a subprocess, which takes 11
+    s.
     """
     config = Path(model) / "config.json"
     if not config.is_file():
@@ -93,8 +94,8 @@ def correct_rejection_sampler() -> None:
     """Make vLLM verify draft tokens with the temperature, top-k and top-p of their sample.
 
     On a CPU without Triton, vLLM writes these values into a copy that it discards, and divides by
-    uninitialized memory. The log-probabilities are then NaN and seeds have no effect. Also, top-k
-    fails in a step without drafts.
+    uninitialized memory. The log-probabilities are then NaN and seeds have no effect. In addition,
+    top-k fails in any step without drafts.
     """
     constrain = rejection_sampler.apply_sampling_constraints
 
@@ -157,7 +158,7 @@ class _Core(EngineCoreProc):
     def _finished(
         self, outputs: dict[int, EngineCoreOutputs] | None, executed: bool
     ) -> tuple[dict[int, EngineCoreOutputs], bool]:
-        """Return a step's outputs for finished samples; hold back those of unfinished samples."""
+        """Return a step's outputs for finished samples, and hold back the other outputs."""
         complete: dict[int, EngineCoreOutputs] = {}
         for client, step in (outputs or {}).items():
             finished: list[EngineCoreOutput] = []
@@ -214,9 +215,10 @@ def run_core(config: VllmConfig, addresses: EngineZmqAddresses, started: Future[
     try:
         core.run_busy_loop()
     except SystemExit:
-        pass  # raised by the loop when it is asked to end
+        pass  # the loop raises this when it is asked to end
     except BaseException:
-        traceback.print_exc()  # vLLM's EngineDeadError refers to it, but vLLM does not print it
+        # vLLM's EngineDeadError refers to this traceback, but vLLM does not print it
+        traceback.print_exc()
         core._send_engine_dead()
     finally:
         core.shutdown()

@@ -23,13 +23,13 @@ class EngineSettings:
     """The settings shared by all engines of a run."""
 
     model: str  # folder or Hub name
-    vllm: VLLMConfig  # its `engine_args` override the arguments derived from other settings
-    max_model_len: int  # prompt and response, in tokens
-    seed: int = 0  # for samples without a seed; the engine's index is added
+    vllm: VLLMConfig  # `engine_args` overrides the arguments derived from other settings
+    max_model_len: int  # maximum length of prompt and response together, in tokens
+    seed: int = 0  # seed for samples that have none of their own; the engine's index is added
     device: Device = "cpu"
     seeded: bool = True  # samples may have seeds
     stop_strings: bool = False  # samples may have stop strings, which requires a tokenizer
-    end_token_ids: tuple[int, ...] = ()  # besides those in generation_config.json
+    end_token_ids: tuple[int, ...] = ()  # end tokens in addition to those in generation_config.json
     trust_remote_code: bool = False
     lora_rank: int = 0  # rank of the published adapter; 0: full weights are published
 
@@ -58,13 +58,14 @@ def engine_environment(device: Device) -> dict[str, str]:
     return environment | {
         # A node may have GPUs that Ray does not manage.
         "CUDA_VISIBLE_DEVICES": "",
-        # Two spin-waiting threads on two cores are 10 to 25 times slower.
+        # With two spin-waiting threads on two cores, the engine is 10 to 25 times slower.
         "OMP_NUM_THREADS": "1",
-        # Without this, vLLM compiles its log-probability helper at the first sample: 2 to 12 s.
+        # Without this, vLLM compiles its log-probability helper at the first sample, which takes 2
+        # to 12 s.
         "TORCHDYNAMO_DISABLE": "1",
-        # "auto" binds every engine to the same core.
+        # vLLM's "auto" setting binds every engine to the same core.
         "VLLM_CPU_OMP_THREADS_BIND": "nobind",
-        # Without this, vLLM adds a process between core and worker.
+        # Without this, vLLM adds a process between the core and the worker.
         "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
     }
 
@@ -97,7 +98,7 @@ def engine_arguments(settings: EngineSettings, index: int) -> dict[str, Any]:
         "use_tqdm_on_load": False,
     }
     if on_cpu:
-        arguments["block_size"] = 32  # tokens; with the default of 128, few prefixes are cached
+        arguments["block_size"] = 32  # in tokens; with the default of 128, few prefixes are cached
         arguments["kv_cache_memory_bytes"] = CPU_KV_CACHE_BYTES
         # Use vLLM's own kernels, because nothing is compiled.
         arguments["compilation_config"] = {"custom_ops": ["all"]}

@@ -23,7 +23,7 @@ def runner_environment() -> dict[str, str]:
 
 
 def refusals() -> tuple[type[Exception], ...]:
-    """Return vLLM's exceptions for invalid requests, which are ValueErrors in vLLM below 0.27."""
+    """Return vLLM's exceptions for invalid requests, which are ValueErrors before vLLM 0.27."""
     from vllm import exceptions
 
     client_error = getattr(exceptions, "VLLMClientError", ValueError)
@@ -49,7 +49,7 @@ def check_reload(config: Any) -> None:
 
 
 def heed_seeds_on_cpu() -> None:
-    """Make vLLM below 0.29 respect sample seeds on a CPU in every batch.
+    """Make vLLM versions below 0.29 respect sample seeds on a CPU in every batch.
 
     vLLM ignores the seeds if the batch has greedy samples, or samples without a seed.
     """
@@ -73,7 +73,7 @@ def adapter_renames(model: Any) -> Any:
 
 
 def expert_kernel(quant_method: Any) -> Any:
-    """Return the packed weights of a CPU engine's experts; None if there are none.
+    """Return the packed weights of a CPU engine's experts, or None if it has no packed experts.
 
     vLLM below 0.28 stores them under a different name.
     """
@@ -84,7 +84,7 @@ class SampledVersions:
     """The weight versions that sampled each request's tokens, which vLLM below 0.32 discards."""
 
     def __init__(self, llm: Any) -> None:
-        """Start recording. `llm`: an `AsyncLLM` that has not received any request yet."""
+        """Start recording. `llm` is an `AsyncLLM` that has not received any request yet."""
         self._llm = llm
         self._version = 0
         self._seen: dict[str, dict[int, None]] = defaultdict(dict)  # versions by request, in order

@@ -30,9 +30,9 @@ from openrlhf.rollout.engine_versions import adapter_renames, expert_kernel, hee
 from openrlhf.weights.manifest import WeightManifest
 from openrlhf.weights.receiver import Delivery, LoadReport, WeightReceiver
 
-# vLLM's bfloat16 attention uses the matrix registers of Intel CPUs (AMX).
-# Linux requires a process to request them, and vLLM does not do that.
-# Unless oneDNN has already requested them, the first sample kills the engine with SIGILL.
+# vLLM's bfloat16 attention uses the matrix registers of Intel CPUs (AMX). Linux requires a process
+# to request these registers, and vLLM does not do so. Unless oneDNN has already requested them, the
+# first sample kills the engine with SIGILL.
 if torch.cpu._is_amx_tile_supported():
     torch.cpu._init_amx()
 heed_seeds_on_cpu()  # here, because every engine worker imports this module
@@ -41,18 +41,18 @@ heed_seeds_on_cpu()  # here, because every engine worker imports this module
 class WorkerExtension:
     """Methods added to vLLM's worker class.
 
-    Our classes are passed as pickled bytes, because vLLM sends only plain values.
+    Arguments of our own classes are passed as pickled bytes, because vLLM sends only plain values.
     """
 
     vllm_config: VllmConfig
     device: torch.device
     model_runner: Any
-    publication = WeightReceiver()  # on the class, because a process has one worker
+    publication = WeightReceiver()  # set on the class, because a process has one worker
 
     def publication_join(self, group: bytes, rank_offset: int) -> None:
         """Leave the previous weight group and join `group`, a pickled `WeightGroup`.
 
-        `rank_offset`: the rank of the engine's first worker.
+        `rank_offset` is the rank of the engine's first worker.
         """
         rank = rank_offset + self.vllm_config.parallel_config.rank
         self.publication.join(pickle.loads(group), rank)
@@ -131,7 +131,7 @@ def begin_reload(model: nn.Module) -> None:
         info.load_numel = 0
         method = packed_experts(layer)
         if method is not None:
-            method.moe_kernel = None  # vLLM packs experts only when it builds their kernel
+            method.moe_kernel = None  # vLLM packs the experts only when it builds their kernel
         if isinstance(layer, ParallelLMHead) and layer.bias is not None:
             # vLLM's loader for Transformers models creates a new bias for each update.
             # The new bias would not be counted.
@@ -159,7 +159,8 @@ def unwritten_layers(model: nn.Module) -> list[str]:
     for name, layer in model.named_modules():
         info = get_layerwise_info(layer)
         own = list(layer.parameters(recurse=False))
-        if not info.can_load():  # filled and processed: its final parameters are back in place
+        # the layer is filled and processed: its final parameters are back in place
+        if not info.can_load():
             filled.update(id(parameter) for parameter in own)
             continue
         parameters: set[int] = set()
@@ -176,7 +177,7 @@ def unwritten_layers(model: nn.Module) -> list[str]:
 
 
 def vocabulary_padding(layer: nn.Module) -> int:
-    """Return how many elements of an embedding or head are padding.
+    """Return the number of padding elements in an embedding or output head.
 
     vLLM rounds up the vocabulary size.
     """
@@ -201,7 +202,7 @@ def packed_handles(model: nn.Module) -> dict[str, Any]:
 
 
 def packed_experts(layer: nn.Module) -> Any:
-    """Return the object that packs a mixture-of-experts layer on a CPU; None for other layers."""
+    """Return the object that packs a mixture-of-experts layer on a CPU, or None for others."""
     method = getattr(layer, "quant_method", None)
     if current_platform.is_cpu() and hasattr(method, "moe_kernel"):
         return method

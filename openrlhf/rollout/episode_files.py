@@ -40,7 +40,7 @@ Kind = Literal["step", "eval"]
 class EpisodeFolder:
     """A run's episode files, each written completely or not at all.
 
-    Reading raises a DataError with file and line.
+    Reading a damaged file raises a DataError that names the file and the line.
     """
 
     def __init__(self, path: str | Path) -> None:
@@ -60,12 +60,12 @@ class EpisodeFolder:
         return max(self.steps(), default=0)
 
     def _files(self) -> list[re.Match[str]]:
-        """Return the matches of `FILE` with the names of files in the folder."""
+        """Return the `FILE` matches for the names of the files in the folder."""
         matches = [FILE.fullmatch(path.name) for path in self.path.glob("*.jsonl.gz")]
         return [match for match in matches if match]
 
     def begin(self, *, after: int) -> None:
-        """Prepare the folder for a run that continues after step `after` (-1: a new run).
+        """Prepare the folder for a run that continues after step `after` (-1 for a new run).
 
         Files of later steps are moved to earlier/<n>/.
         """
@@ -75,7 +75,7 @@ class EpisodeFolder:
     def write(
         self, kind: Kind, step: int, episodes: Sequence[Trajectory], *, run: Mapping[str, Any]
     ) -> None:
-        """Write or replace a file. `run`: the identity that a replaying run must have."""
+        """Write or replace a file. `run` is the identity that a replaying run must have."""
         header = {
             "format": FORMAT,
             "kind": kind,

@@ -31,7 +31,7 @@ from openrlhf.rollout.engine_settings import Device, EngineSettings, engine_envi
 from openrlhf.rollout.routing import Router
 from openrlhf.rollout.sampling import Generation, SamplingParams
 
-WATCH_INTERVAL_S = 2.0  # time between two checks of all engines
+WATCH_INTERVAL_S = 2.0  # interval between checks of all engines
 
 
 @dataclass(eq=False, kw_only=True)
@@ -42,7 +42,7 @@ class Member:
     slots: Slots
     actor: Any = None
     log: str = ""
-    up: bool = False  # has loaded the current weights and can generate samples
+    up: bool = False  # True if the engine has loaded the current weights and can generate samples
     restarts: int = 0
 
     def call(self, method: Callable[..., Any], *args: Any, **kwargs: Any) -> Call:
@@ -53,9 +53,9 @@ class Member:
 class Fleet:
     """All engines of a model. No other object holds a list of engines.
 
-    The processes start importing vLLM when they are created. `start` makes them load the model, and
-    `wait` returns when all of them are ready. Call `generate` from one event loop only. With
-    `hosts`, the engines use the devices of these processes.
+    The processes start importing vLLM when they are created. `start` makes these processes load the
+    model, and `wait` returns when all engines are ready. Call `generate` from one event loop only.
+    With `hosts`, the engines use the devices of these processes.
 
     An engine that dies or hangs is restarted with the current weights, which `refit` sends; its
     unfinished samples are generated again. If its machine is gone, the engine moves to another
@@ -76,7 +76,7 @@ class Fleet:
         self.workers_per_engine = group.devices
         self.refit: Callable[[Member], None] | None = None
         self.say: Callable[[str], None] = print
-        # A folder for sockets and files that vLLM never removes.
+        # A temporary folder for the sockets and files that vLLM never removes.
         self._scratch = tempfile.mkdtemp(prefix="openrlhf-")
         self._failure: Exception | None = None
         self._closed = threading.Event()
@@ -174,12 +174,12 @@ class Fleet:
             answer = actor.generate.remote(tokens, params)
             try:
                 return [mark_nonfinite(sample, member.index) for sample in await answer]
-            except asyncio.CancelledError:  # cancel the samples in the engine too
+            except asyncio.CancelledError:  # also cancel the samples in the engine
                 ray.cancel(answer)
                 raise
             except (*DEATHS, EngineDied) as error:
                 self.lose(member, actor, error)
-            except RequestRefused as error:  # Ray's copy has a traceback in its message
+            except RequestRefused as error:  # the message of Ray's copy includes a traceback
                 raise getattr(error, "cause", error) from None
             finally:
                 self._router.done(key, member.index, len(params))
@@ -207,7 +207,7 @@ class Fleet:
         """
         with self._changing:
             if not member.up or member.actor is not actor or self._closed.is_set():
-                return  # another thread has already handled it
+                return  # another thread has already handled this loss
             member.up = False
         self._restart(member, error)
 
@@ -279,11 +279,11 @@ class Fleet:
             gather([self._load(member)], timeout_s=self.timeout_s, doing="start the engine")
             self._router.add(member.index)
             if self.refit:
-                self.refit(member)  # sets `up`, so that the member misses no publication
+                self.refit(member)  # this call sets `up`, so that the member misses no publication
             else:
                 member.up = True
             self.say(f"Engine {member.index} is up after {time.monotonic() - began:.1f} s.")
-        except Exception as error:  # nothing else would see an error in this thread
+        except Exception as error:  # nothing else would report an error in this thread
             self._restart(member, error)
 
     def _watch(self) -> None:
@@ -294,7 +294,7 @@ class Fleet:
                 incomplete = len(self._members) < self.settings.vllm.max_engines
                 if incomplete and not self.hosts and (slots := self._room()):
                     self._join(slots)
-            except Exception as error:  # nothing else would see an error in this thread
+            except Exception as error:  # nothing else would report an error in this thread
                 self.say(f"Checking the engines failed: {error}")
 
     def find_lost(self) -> None:

@@ -24,14 +24,14 @@ Group = list[Trajectory]  # all samples of one prompt, including failed ones
 
 @dataclass(frozen=True, kw_only=True)
 class SamplingSpec:
-    """Sampling settings: number of samples, sampling parameters and seeds.
+    """Settings for sampling: the number of samples, sampling parameters and seeds.
 
     A run has one specification for training and one for evaluation.
     """
 
     purpose: str  # "train" or "eval": part of every seed
     rollout: RolloutConfig  # number of samples, temperature, stop conditions
-    max_len: int  # prompt and response, in tokens
+    max_len: int  # maximum length of prompt and response together, in tokens
     seed: int | None  # None: unseeded sampling
     repetition_penalty: float = 1.0
 
@@ -80,7 +80,7 @@ class SamplingSpec:
 
     @property
     def prompt_room(self) -> int:
-        """Maximum number of prompt tokens that leaves room for a response."""
+        """The maximum number of prompt tokens that leaves room for a response."""
         return self.max_len - (self.rollout.max_new_tokens or 1)
 
 
@@ -109,7 +109,7 @@ def unobserved(_: Prompt) -> None:
 class Request:
     """Settings for a stream of groups.
 
-    They are passed with the prompts, so that the generator reads nothing from the trainer.
+    The settings are passed with the prompts, so that the generator reads nothing from the trainer.
 
     `annotated` may add reward model scores, and mark a prompt's samples as filtered. A filtered
     prompt is replaced by the next prompt, so that the stream yields the requested number of
@@ -176,8 +176,9 @@ class RolloutGenerator:
 
     It runs in the controller; user code runs in other processes. Without `agents` an episode is one
     sample of the prompt, and `reward` scores the episode. With `agents` an agent runs the episode.
-    If it has no reward, reward models score the finished episode later. An episode whose reward
-    failed gets the reward `fallback` (--reward.on_error); without a fallback the episode fails.
+    If the agent returns no reward, reward models score the finished episode later. An episode whose
+    reward failed gets the reward `fallback` (--reward.on_error); without a fallback the episode
+    fails.
     """
 
     engines: Engines
@@ -203,7 +204,7 @@ class RolloutGenerator:
         Closing the stream cancels the running samples. If an engine fails, its error is raised.
         """
         waiting = iter(prompts)
-        missing = groups  # prompts still to start, if no running group is filtered
+        missing = groups  # number of prompts still to start, unless a running group is filtered
         under_way: set[asyncio.Task[Group]] = set()
 
         def start(count: int) -> int:

@@ -1,4 +1,4 @@
-"""The cost of generation: cached prompt tokens, and time when only a few long samples ran."""
+"""The cost of generation: cached prompt tokens, and the time with only a few samples running."""
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
@@ -13,13 +13,13 @@ class SampleCost:
     """The cost of one sample, as reported by the engine."""
 
     asked: float  # time of the request on the controller's clock, in seconds
-    seconds: float  # from the request to the last token, including queueing
+    seconds: float  # time from the request to the last token, including queueing
     prompt_tokens: int
     cached_tokens: int  # prompt tokens found in the engine's cache
 
 
 class Period(NamedTuple):
-    """A period in which the number of running spans is constant."""
+    """A period during which the number of running spans is constant."""
 
     running: int
     seconds: float

@@ -1,6 +1,6 @@
 """Generators that write episodes to disk, or read episodes from disk.
 
-Each can replace `RolloutGenerator`.
+Both classes can replace `RolloutGenerator`.
 """
 
 from collections.abc import AsyncGenerator, Iterable, Mapping
@@ -19,8 +19,8 @@ from openrlhf.rollout.generator import Generator, Group, Request, in_prompt_orde
 class DumpingGenerator:
     """A generator that writes every group of another generator to disk.
 
-    Groups are written in the state before reward models and filters process them. `run`: the
-    identity that a replaying run must have.
+    Groups are written before reward models and filters process them. `run` is the identity that a
+    replaying run must have.
     """
 
     def __init__(

@@ -1,4 +1,4 @@
-"""Engine selection: the engine with the cached prefix, unless it is much busier."""
+"""Engine selection: the engine with the cached prefix, unless it is much busier than another."""
 
 import time
 from collections import Counter, defaultdict
@@ -6,18 +6,18 @@ from collections.abc import Hashable, Iterable, Sequence
 
 from openrlhf.observability.metrics import Mean
 
-SLACK = 8  # engines whose loads differ by at most this many samples count as equally busy
-MOST_KEYS = 100_000  # keys to remember; prefixes of older keys are no longer cached
+SLACK = 8  # engines whose loads differ by at most this number of samples count as equally busy
+MOST_KEYS = 100_000  # maximum number of keys to remember; older keys' prefixes are no longer cached
 
 
 class Router:
-    """A router that spreads samples over engines by their number of samples in flight.
+    """A router that distributes samples over engines by the number of samples in flight.
 
     Samples with the same prefix have the same key (the samples of a prompt, the turns of an
-    episode). They go to the engine that the key used last, because that engine does not need to
-    prefill the prefix again. The exception is a busy engine: if its number of samples with *other*
-    keys exceeds the least busy engine's number of samples by more than `SLACK` and by a factor of
-    more than 1.5, the least busy engine is picked.
+    episode). Samples go to the engine that their key used last, because that engine does not need
+    to prefill the prefix again. The exception is a busy engine: if its number of samples with
+    *other* keys exceeds the least busy engine's number of samples by more than `SLACK` and by a
+    factor of more than 1.5, the least busy engine is picked.
 
     Call `pick` and `done` from one thread only.
     """
@@ -40,7 +40,7 @@ class Router:
         self._changed.setdefault(engine, time.monotonic())
 
     def pick(self, key: Hashable, samples: int = 1, *, among: Sequence[int] = ()) -> int:
-        """Return the engine for `samples` more samples of `key`, picked `among` these or all.
+        """Return the engine for `samples` more samples of `key`, from `among` or from all engines.
 
         The samples are in flight until `done` is called.
         """

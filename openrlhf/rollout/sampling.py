@@ -1,6 +1,6 @@
 """Requests to an engine, and the engine's responses.
 
-Both are plain data, so that user processes can import this module quickly.
+Requests and responses are plain data, so that user processes can import this module quickly.
 """
 
 from dataclasses import dataclass
@@ -28,7 +28,7 @@ class SamplingParams:
     ignore_eos: bool = False
     seed: int | None = None
     skip_special_tokens: bool = False
-    # Only for agents: engines always return the log-probabilities of the sampled tokens.
+    # Used only by agents: engines always return the log-probabilities of the sampled tokens.
     logprobs: int | None = None
 
 
@@ -36,9 +36,9 @@ class SamplingParams:
 class Generation:
     """One sample.
 
-    The lists have one entry per sampled token, including a stop token. `logprobs` refer to
-    the sampling distribution, after temperature, top-k, top-p and min-p. `stop_reason` is the stop
-    token or stop string that ended the sample if the parameters list it, otherwise None.
+    The lists have one entry per sampled token, including a stop token. `logprobs` refer to the
+    sampling distribution, after temperature, top-k, top-p and min-p. `stop_reason` is the stop
+    token or stop string that ended the sample, if the parameters list it, and None otherwise.
     """
 
     tokens: list[int]
@@ -48,4 +48,4 @@ class Generation:
     weight_versions: tuple[int, ...] = ()  # weight versions that sampled tokens, oldest first
     text: str | None = None  # set only if the parameters have stop strings
     cached_tokens: int = 0  # prompt tokens found in the engine's prefix cache
-    seconds: float = 0.0  # from the request to the last token, including queueing
+    seconds: float = 0.0  # time from the request to the last token, including queueing

@@ -56,7 +56,7 @@ class PPOTrainer:
         self.outcome = Outcome(keep=self.source.keep)
 
     def fit(self) -> None:
-        """Train until the prompts run out or --eval.patience ends the run, then export all."""
+        """Train until the prompts or --eval.patience run out, then export the models."""
         self.begin()
         with self.saving_last_step():
             for trajectories in self.rollouts():  # τ ~ π_rollout
