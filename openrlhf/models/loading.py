@@ -7,6 +7,7 @@ from dataclasses import dataclass, replace
 from typing import Any, Self
 
 import torch
+from huggingface_hub.errors import StrictDataclassError
 from safetensors import SafetensorError
 from torch import Tensor
 from transformers import (
@@ -25,7 +26,7 @@ from openrlhf.config.commands import ModelCommand
 from openrlhf.config.shared import LoadingConfig, LoraConfig, TrainedModelConfig
 from openrlhf.models import packed_attention
 from openrlhf.models.adapters import unadapted_experts, with_adapters
-from openrlhf.models.weights import ModelError, StoredWeights, require_finite
+from openrlhf.models.weights import ModelError, StoredWeights, odd_experts, require_finite
 from openrlhf.reporting import notice
 
 # Configuration keys for the transformations that some architectures apply to the logits after the
@@ -302,7 +303,7 @@ def explaining_failures(spec: LoadSpec) -> Iterator[None]:
     """
     try:
         yield
-    except torch.OutOfMemoryError:
+    except (MemoryError, torch.OutOfMemoryError):
         raise
     except Exception as error:
         # Transformers, its validation and the model's own code raise many types of errors.
@@ -310,6 +311,7 @@ def explaining_failures(spec: LoadSpec) -> Iterator[None]:
 
 
 def _explain(error: Exception, spec: LoadSpec) -> str:
+    """Return a description of the error, to follow the model's path in a message."""
     if isinstance(error, OSError | SafetensorError):
         if os.path.isdir(spec.path):
             return f"cannot be read (an incomplete download?): {error}"
@@ -323,6 +325,15 @@ def _explain(error: Exception, spec: LoadSpec) -> str:
             # it only appears correct for short texts.
             advice = "drop --ds.packing_samples"
         return f"does not support {spec.ds.attn_implementation} attention: {advice}. {error}"
+    if isinstance(error, StrictDataclassError):  # a configuration that contradicts itself
+        return f"has an invalid config.json: {error}"
+    if isinstance(error, ImportError | KeyError | ValueError):
+        # For example, a package that is not installed or an unknown architecture.
+        return f"cannot be loaded: {error}"
+    # If Transformers fails to stack a layer's experts, its error does not name an expert.
+    odd = odd_experts(spec.path)
+    if odd:
+        return f"has weights that do not match its config.json: {odd}. Download or export it again."
     return (
         f"cannot be built from its config.json and weights ({type(error).__name__}: {error}). "
         "Download or export the model again, or correct config.json."

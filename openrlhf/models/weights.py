@@ -3,6 +3,9 @@
 Every weight must exist, have the right size and be finite.
 """
 
+import json
+import re
+from collections import Counter
 from collections.abc import Callable, Collection, Iterator, Mapping
 from dataclasses import dataclass
 from functools import partial
@@ -17,10 +20,17 @@ from huggingface_hub import snapshot_download
 from huggingface_hub.errors import HfHubHTTPError
 from safetensors import safe_open
 from torch import Tensor, nn
+from transformers.utils import (
+    SAFE_WEIGHTS_INDEX_NAME,
+    SAFE_WEIGHTS_NAME,
+    WEIGHTS_INDEX_NAME,
+    WEIGHTS_NAME,
+)
 
 from openrlhf.config.flags import UserError
 
 SHOWN_NAMES = 3  # in a message
+EXPERT = re.compile(r"\.experts\.\d+\.")
 OUTPUT_LAYER = "lm_head."  # a scalar model replaces it
 Size = tuple[int, ...]
 
@@ -74,27 +84,36 @@ class StoredWeights:
         A mismatch is a weight that is missing from the files, has the wrong size there, is ignored
         by its layer, or is tied although it differs.
         """
+        problems: list[str] = []
         resized = [name for name in self.sizes if name not in but]
-        problems = {
-            "have the wrong size": [
-                "{} is {} instead of {}".format(name, *self.sizes[name]) for name in resized
-            ],
-            "are missing from the files": [name for name in self.missing if name not in but],
-            "would be ignored by their layers": [name for name in self.ignored if name not in but],
-            "are tied (tie_word_embeddings) but differ in the files, where vLLM uses only one": [
-                " and ".join(pair) for pair in self.broken_ties
-            ],
-        }
-        if not any(problems.values()):
+        if resized:
+            first = min(resized)
+            stored, required = self.sizes[first]
+            problems.append(
+                f"{len(resized)} weights have the wrong size: {first} is {_describe(stored)} in "
+                f"{_file_of(self.path, first)} instead of {_describe(required)}"
+            )
+        missing = [name for name in self.missing if name not in but]
+        if missing:
+            problems.append(f"{len(missing)} weights are missing from the files: {_first(missing)}")
+        ignored = [name for name in self.ignored if name not in but]
+        if ignored:
+            problems.append(
+                f"{_file_of(self.path, ignored[0])} has weights that their layers would ignore: "
+                f"{_first(ignored)}"
+            )
+        for name, other in self.broken_ties:
+            problems.append(
+                f"config.json ties {name} to {other} (tie_word_embeddings), but they differ in the "
+                "files: Transformers uses both, vLLM only one. If the model needs both, set "
+                "tie_word_embeddings to false"
+            )
+        if not problems:
             return
-        problems["do not belong to this architecture"] = list(self.unused)
-        found = [
-            f"{len(names)} weights {problem}: {_first(names)}"
-            for problem, names in problems.items()
-            if names
-        ]
+        if missing and self.unused:
+            problems.append(f"the files have other names instead: {_first(self.unused)}")
         raise ModelError(
-            f"the weights in {self.path} do not match its config.json: {'; '.join(found)}. "
+            f"the weights in {self.path} do not match its config.json: {'; '.join(problems)}. "
             "Download or export the model again, or correct config.json."
         )
 
@@ -113,22 +132,25 @@ class StoredWeights:
 def _broken_ties(path: str, model: Any) -> tuple[tuple[str, str], ...]:
     """Return the pairs of weights that the configuration ties although they differ in the files."""
     held = dict(model.named_parameters(remove_duplicate=False))
-    ties = model.get_expanded_tied_weights_keys(all_submodels=True).items()
-    pairs: list[tuple[str, str]] = []
-    for pair in ties:
-        first, second = map(held.get, pair)
-        if first is not None and second is not None and first is not second:
-            pairs.append(pair)
-    if not pairs:
-        return ()
-    names = set(chain.from_iterable(pairs))
-    stored = {name: read() for name, read in stored_weights(path) if name in names}
     broken: list[tuple[str, str]] = []
-    for pair in pairs:
-        tensors = [stored[name] for name in pair if name in stored]
-        if len(tensors) == 2 and not torch.equal(*tensors):
+    for pair in model.get_expanded_tied_weights_keys(all_submodels=True).items():
+        first, second = map(held.get, pair)
+        if first is None or second is None or first is second:
+            continue
+        if first.device.type == "meta" or hasattr(first, "ds_tensor"):
+            # This process has no values, or only some of them.
+            equal = _are_equal_in_files(path, pair)
+        else:
+            equal = torch.equal(first, second.to(first))
+        if not equal:
             broken.append(pair)
     return tuple(broken)
+
+
+def _are_equal_in_files(path: str, pair: tuple[str, str]) -> bool:
+    """Return whether the files have equal tensors of both names, or lack one of them."""
+    tensors = [read() for name, read in stored_weights(path) if name in pair]
+    return len(tensors) < 2 or torch.equal(*tensors)
 
 
 def stored_weights(path: str) -> Iterator[tuple[str, Callable[[], Tensor]]]:
@@ -169,6 +191,30 @@ def require_finite_files(path: str) -> None:
     _refuse_numbers(broken, path)
 
 
+def odd_experts(path: str) -> str | None:
+    """Describe the first expert weight whose size differs from the other experts' in its layer.
+
+    Returns None if all experts of each layer have the same sizes.
+    """
+    layers: dict[str, dict[str, Size]] = {}  # keyed by names without the expert's number
+    files: dict[str, Path] = {}
+    for file in sorted(Path(path).glob("*.safetensors")):
+        with safe_open(file, framework="pt") as stored:
+            for name in stored.keys():  # noqa: SIM118 not a mapping
+                files[name] = file
+                sizes = layers.setdefault(EXPERT.sub(".experts.", name), {})
+                sizes[name] = tuple(stored.get_slice(name).get_shape())
+    for sizes in layers.values():
+        [(usual, _)] = Counter(sizes.values()).most_common(1)
+        for name, size in sizes.items():
+            if size != usual:
+                return (
+                    f"{name} is {_describe(size)} in {files[name]}, but the weights of the other "
+                    f"experts are {_describe(usual)}"
+                )
+    return None
+
+
 def require_finite(model: nn.Module, path: str) -> None:
     """Raise ModelError, naming the first weights, if a loaded model's weights are NaN or infinite.
 
@@ -191,8 +237,9 @@ def require_finite(model: nn.Module, path: str) -> None:
 def _refuse_numbers(broken: list[str], path: str) -> None:
     if broken:
         raise ModelError(
-            f"{len(broken)} weights in {path} are NaN or infinite: {_first(broken)}. Use an "
-            "earlier checkpoint, or download the model again."
+            f"{len(broken)} weights in {path} are NaN or infinite: {_first(broken)} "
+            f"({_file_of(path, broken[0])}). Use an earlier checkpoint, or download the model "
+            "again."
         )
 
 
@@ -226,6 +273,28 @@ def _is_left_out(model: nn.Module, name: str) -> bool:
     except AttributeError:
         return False
     return bool(held) and leaf not in held
+
+
+def _file_of(path: str, name: str) -> str:
+    """Return the file that contains a weight, or the folder if the file is not known."""
+    for index_name, single_name in (
+        (SAFE_WEIGHTS_INDEX_NAME, SAFE_WEIGHTS_NAME),
+        (WEIGHTS_INDEX_NAME, WEIGHTS_NAME),
+    ):
+        index = Path(path) / index_name
+        single = Path(path) / single_name
+        if index.exists():
+            file = json.loads(index.read_text())["weight_map"].get(name)
+            if not file:
+                return path
+            return str(index.with_name(file))
+        if single.exists():
+            return str(single)
+    return path
+
+
+def _describe(size: Size) -> str:
+    return " × ".join(map(str, size)) or "a scalar"
 
 
 def _first(names: Collection[str]) -> str:
