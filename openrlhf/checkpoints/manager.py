@@ -38,7 +38,6 @@ NOTHING_SAVED = "No step was saved."
 HOW_TO_SAVE = " With --ckpt.save_steps, an interrupted run saves its last step."
 
 GIB = 2**30
-UNREADABLE = (LookupError, TypeError, ValueError)  # errors from reading a damaged manifest
 FULL = 2**20  # bytes: a disk with no more free space than this counts as full
 MANIFEST = ".manifest.json"
 # Substrings of the RuntimeErrors that torch raises when it cannot write a file.
@@ -131,8 +130,8 @@ class CheckpointManager:
         for path in sorted(self.root.glob(f"*{MANIFEST}")):
             try:
                 found.append(Checkpoint.read(path, root=self.root))
-            except UNREADABLE as error:
-                warn(f"{path} is damaged ({type(error).__name__}: {error}): renamed to *.damaged.")
+            except ValueError as error:
+                warn(f"{path} is damaged ({error}): renamed to *.damaged.")
                 os.rename(path, f"{path}.damaged")
         return sorted(found, key=lambda checkpoint: checkpoint.sequence)
 
@@ -200,11 +199,12 @@ class CheckpointManager:
             yield
         except Exception as error:
             reason = str(error).partition("\n")[0]
-            # For a full disk or a quota, torch raises a RuntimeError that does not name the cause.
-            if shutil.disk_usage(self.root).free <= FULL:
-                reason = os.strerror(errno.ENOSPC)
-            elif not isinstance(error, OSError):
-                if not any(words in reason for words in TORCH_WRITE_ERRORS):
+            if not isinstance(error, OSError):
+                # For a full disk or a quota, torch raises a RuntimeError that does not name the
+                # cause.
+                if shutil.disk_usage(self.root).free <= FULL:
+                    reason = os.strerror(errno.ENOSPC)
+                elif not any(words in reason for words in TORCH_WRITE_ERRORS):
                     raise
             shutil.rmtree(staged.directory, ignore_errors=True)
             raise self._failed(staged.tag, reason) from error
@@ -303,7 +303,7 @@ class CheckpointManager:
     def _roll_back(self, aside: Path) -> None:
         """Move the files of uncommitted manifests back to `aside`, and delete the manifests."""
         for draft in aside.glob(f"*{MANIFEST}"):
-            with suppress(*UNREADABLE):  # the files of a damaged manifest are unknown
+            with suppress(ValueError):  # the files of a damaged manifest are unknown
                 places = Checkpoint.read(draft, root=self.root).places
                 _move([place for place in places if not (aside / place).exists()], self.root, aside)
             draft.unlink()
@@ -333,6 +333,8 @@ class CheckpointManager:
             "Free some disk space, lower --ckpt.max_num, choose a different --ckpt.path, or write "
             "no checkpoints (--ckpt.save_steps -1)."
         )
+        if not fails:
+            seen += " The run continues without the checkpoints that do not fit."
         return [Finding(seen, fix, fails=fails)]
 
     def _check_space(self) -> None:

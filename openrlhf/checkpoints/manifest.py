@@ -81,6 +81,9 @@ class RunState:
     # Settings that must not change when the run resumes.
     identity: Mapping[str, Any] = field(default_factory=dict)
 
+    def __post_init__(self) -> None:
+        assert json.loads(json.dumps(self.identity, default=repr)) == self.identity
+
     @property
     def first_start(self) -> FirstStart:
         """Decisions from the run's first start that also apply to later starts."""
@@ -206,6 +209,9 @@ class Checkpoint(StagedCheckpoint):
         Raises ValueError if the manifest is damaged, CheckpointError if it has a different format.
         """
         manifest = json.loads(path.read_bytes())
+        required = {"format", "sha256", "checkpoint"}
+        if not isinstance(manifest, dict) or not required <= set(manifest):
+            raise ValueError("it is not a manifest")
         if manifest["format"] != FORMAT:
             raise CheckpointError(
                 f"{path} has format {manifest['format']}, but this version of the program reads "

@@ -5,6 +5,7 @@ Crashes and full disks are tested in `test_crash_safety.py`.
 
 from __future__ import annotations
 
+import hashlib
 import json
 import math
 import os
@@ -138,6 +139,27 @@ def test_run_state_is_restored_exactly(tmp_path: Path) -> None:
     found = checkpoints_in(tmp_path).latest()
     assert found == saved
     assert found is not None and found.state == state
+
+
+@pytest.mark.parametrize("identity", [{"t": (1, 2)}, {3: 4}, {"b": b"\0"}, {"s": {1}}])
+def test_run_state_identity_that_json_would_change_is_rejected(identity: dict) -> None:
+    with pytest.raises(AssertionError):
+        RunState(step=1, identity=identity)
+
+
+def test_manifest_with_unknown_fields_is_not_renamed_as_damaged(tmp_path: Path) -> None:
+    """A newer version of the program may have written it."""
+    manager = checkpoints_in(tmp_path)
+    save(manager, 1)
+    path = tmp_path / "global_step1.manifest.json"
+    manifest = json.loads(path.read_text())
+    manifest["checkpoint"]["invented"] = True
+    text = json.dumps(manifest["checkpoint"], sort_keys=True)
+    manifest["sha256"] = hashlib.sha256(text.encode()).hexdigest()
+    path.write_text(json.dumps(manifest))
+    with pytest.raises(TypeError, match="invented"):
+        manager.latest()
+    assert json.loads(path.read_text()) == manifest
 
 
 def test_moved_run_folder_is_continued_at_its_new_path(tmp_path: Path) -> None:
@@ -549,6 +571,16 @@ def test_full_disk_during_a_save_is_reported_as_such(
         match=r"global_step2 .*--ckpt\.path .*No space left on device.*--ckpt\.max_num",
     ):
         write()
+
+
+def test_vanished_checkpoint_folder_is_reported_as_a_failed_write(tmp_path: Path) -> None:
+    """For example, a network file system that was unmounted during the save."""
+    manager = checkpoints_in(tmp_path / "ckpt")
+    staged = manager.begin(2)
+    missing = pytest.raises(CheckpointError, match="No such file or directory")
+    with missing, manager.writing(staged):
+        shutil.rmtree(tmp_path / "ckpt")
+        fill(staged)
 
 
 def test_error_names_the_unwritable_path(tmp_path: Path) -> None:
