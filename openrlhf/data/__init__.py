@@ -1,1 +1,1 @@
-"""From files and hub names to rows of token ids: tokenizers, datasets, chat templates, batching."""
+"""Preparation of rows of token ids: tokenizers, datasets, chat templates and batching."""

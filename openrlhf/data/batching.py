@@ -30,7 +30,7 @@ class Solution(NamedTuple):
 
 
 def balanced_partition(lengths: Sequence[int], parts: int) -> list[list[int]]:
-    """Return row numbers in `parts` non-empty groups of nearly equal token counts.
+    """Divide row numbers into `parts` non-empty groups of nearly equal token counts.
 
     The largest-differencing method repeatedly merges the two least even partial solutions, pairing
     the heavy groups of one with the light groups of the other, until one solution remains. Raises
@@ -96,10 +96,10 @@ class ResumableSampler(Sampler[int]):
     """The order of rows in each epoch for one data-parallel rank, resumable at any row.
 
     Epoch e visits a permutation that depends only on `seed + e`. Rank r takes entries r, r +
-    dp_size, and so on. With `drop_last`, the epoch is truncated to full batches of `batch_size`
-    rows (counted over all ranks), which gives every rank the same number of rows. Without
-    `drop_last`, every row is visited once, and ranks may differ by one row. Iterating yields the
-    rest of the current epoch.
+    dp_size, r + 2 · dp_size and so on. With `drop_last`, the epoch is truncated to full batches of
+    `batch_size` rows (counted over all ranks), which gives every rank the same number of rows.
+    Without `drop_last`, every row is visited once, and ranks may differ by one row. Iteration
+    yields the rest of the current epoch.
 
     Example: with 7 rows, two ranks and no shuffling, rank 0 gets rows 0, 2, 4 (and 6 without
     `drop_last`), and rank 1 gets rows 1, 3, 5.
@@ -143,8 +143,9 @@ class ResumableSampler(Sampler[int]):
             yield int(order[place])
 
 
-# Two entries: training rows and pretraining rows each have their own order at every step.
+# The cache has two entries, because every step uses two orders: that of the training rows and that
+# of the pretraining rows.
 @lru_cache(maxsize=2)
 def permutation(num_rows: int, seed: int) -> npt.NDArray[np.int64]:
-    """Return the row order of the epoch with this seed. It takes 8 bytes per row."""
+    """Return the row order of the epoch with this seed. The order takes 8 bytes per row."""
     return torch.randperm(num_rows, generator=torch.Generator().manual_seed(seed)).numpy()

@@ -1,4 +1,4 @@
-"""The date that chat templates insert: the date when the run was first started.
+"""The date that chat templates insert: the date on which the run was first started.
 
 It stays the same if the run is resumed on a later day.
 """
@@ -24,7 +24,7 @@ def clock_at(moment: str) -> dict[str, Any]:
 
 
 def clock_of(tokenizer: PreTrainedTokenizerBase) -> dict[str, Any]:
-    """Return the template variables that set this tokenizer's fixed date, or {} without one."""
+    """Return the template variables that set this tokenizer's fixed date, or {} if it has none."""
     moment: Any = vars(tokenizer).get(MOMENT)
     if not moment:
         return {}

@@ -1,6 +1,6 @@
 """Detection of control tokens, such as the end-of-turn token, in a dataset's texts.
 
-The model cannot distinguish them from the control tokens that a chat template inserts.
+The model cannot distinguish such tokens from the control tokens that a chat template inserts.
 """
 
 import re
@@ -25,7 +25,8 @@ class ControlTokens:
         added: Any = tokenizer.added_tokens_decoder
         names.update(str(token) for token in added.values() if token.special)
         self.names = sorted(filter(str.strip, names), key=len, reverse=True)
-        self.pattern = re.compile("|".join(map(re.escape, self.names)) or "(?!)")  # else no match
+        # otherwise, match nothing
+        self.pattern = re.compile("|".join(map(re.escape, self.names)) or "(?!)")
         self.in_chats = in_chats
         self.marks: list[str] = []
         if tokenizer.chat_template:
@@ -34,7 +35,8 @@ class ControlTokens:
     def first_in(self, values: Sequence[Any]) -> str:
         """Return the first control token in texts or message contents, or "" if there is none.
 
-        Control tokens at the end of a plain text, or in an already rendered one, are ignored.
+        Control tokens at the end of a plain text, or anywhere in an already rendered text, are
+        ignored.
         """
         for value in values:
             for text in texts_in(value):

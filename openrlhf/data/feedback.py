@@ -34,11 +34,11 @@ SAME_TEXT = "whose chosen and rejected text are the same"
 class PairRow:
     """A preferred and a rejected text, each ending with end-of-text.
 
-    `prompt_length` is the number of tokens in the shared prompt, which is not scored; it is 0 if no
+    `prompt_length` is the number of tokens in the shared prompt, which is not scored, or 0 if no
     prompt is needed. `chosen_context` and `rejected_context` are positions after the prompt that
-    are not scored because the assistant did not write them. They are empty unless the texts differ
-    in more than one turn. `margin` is the reward difference between the two texts, 0 if the row has
-    none. `datasource` becomes part of evaluation metric names.
+    are not scored because the assistant did not write them. Both are empty unless the texts differ
+    in more than one turn. `margin` is the reward difference between the two texts, or 0 if the row
+    has no margin. `datasource` becomes part of evaluation metric names.
 
     Example: the prompt "Q: " with the answers "yes" and "no" (made-up ids) and prompt_length 2:
 
@@ -77,8 +77,8 @@ CONTEXTS = ("chosen_context", "rejected_context")
 def _judged_turns(sides: Sequence[Sequence[Message]], prompt: int) -> list[list[int]]:
     """Return each side's assistant turns, starting at the first difference.
 
-    `prompt` is the number of messages in the prompt, 0 if it is not in a separate column. Returns
-    empty lists if only the assistant speaks after the prompt.
+    `prompt` is the number of messages in the prompt, or 0 if the prompt has no column of its own.
+    Returns empty lists if only the assistant speaks after the prompt.
     """
     first = min(in_common(*sides), min(map(len, sides)) - 1)
     others_speak = False
@@ -107,7 +107,8 @@ class PreferenceDataset(TokenizedRows[PairRow]):
     With `needs_prompt`, pairs with a prompt of at least `max_len` − 2 tokens are dropped too.
     Without a `prompt_key`, everything before the last answer of a chat or HH-RLHF transcript is the
     prompt, and other plain texts have no prompt. If a user or a tool speaks after the shared
-    prompt, only the assistant turns from the first difference on are scored.
+    prompt, only the assistant turns after the first difference are scored, starting with the turn
+    that contains it.
 
     `summary` counts dropped and truncated pairs. Raises DataError if a column is missing, if rows
     are malformed (naming the first ones), or if all pairs are dropped.
@@ -300,7 +301,7 @@ def _context(passage: Passage, known: Encoded, start: int, end: int) -> list[int
 
 
 def _margin(row: Mapping[str, Any]) -> float:
-    """Return a row's margin, 0 if it has none. Raises DataError if it is not a finite number."""
+    """Return a row's margin, or 0 without one. Raises DataError if it is not a finite number."""
     value = row.get(MARGIN)
     if value is None:
         return 0.0
@@ -320,12 +321,12 @@ class LabelledRow(SFTRow):
     """
 
     desirable: bool
-    other: list[int] | None = None  # another row's answer, used for the KL term of KTO
+    other: list[int] | None = None  # another row's answer, which KTO's KL term uses
     other_mask: list[bool] = field(default_factory=list)  # loss mask of the other answer
 
     @property
     def prompt_length(self) -> int:
-        """Number of tokens in the prompt."""
+        """The number of tokens in the prompt."""
         return self.loss_mask.index(True)
 
     @property
@@ -337,7 +338,7 @@ class LabelledRow(SFTRow):
 class LabelledDataset(SFTDataset):
     """A dataset's labelled answers, tokenized when the object is created.
 
-    Texts are built as in `SFTDataset`. The answer is the response.
+    Texts are built as in `SFTDataset`, whose response is called the answer here.
 
     Raises DataError if a column is missing, if rows or labels are malformed (naming the first
     ones), or if all rows are dropped.
@@ -389,7 +390,7 @@ def _label(row: Mapping[str, Any], column: str) -> bool:
 
 
 class BothAnswers(torch.utils.data.Dataset[LabelledRow]):
-    """Preference pairs as labelled rows: chosen answers are desirable, rejected ones are not."""
+    """Preference pairs as labelled rows: chosen answers are desirable, rejected answers are not."""
 
     def __init__(self, pairs: PreferenceDataset) -> None:
         self.pairs = pairs

@@ -48,9 +48,10 @@ def round_trip(
     """Check whether texts survive encoding and decoding, and return a notice if they change.
 
     Unicode normalization, added spaces, spaces next to special tokens, and collapsed whitespace are
-    harmless. Lost case or accents and unknown tokens produce a notice. With `prompts`, so does any
-    other change, because the query passed to a reward is decoded from tokens. Raises DataError for
-    any other lost character, a lost word boundary, or more unknown tokens than known ones.
+    harmless. Lost case or accents and unknown tokens produce a notice. With `prompts`, any other
+    change produces a notice too, because the query passed to a reward is decoded from tokens.
+    Raises DataError for any other lost character, a lost word boundary, or more unknown tokens than
+    known ones.
     """
     if not texts:
         return []
@@ -126,7 +127,7 @@ class TextFormat:
 
     input_template: str | None = None
     chat_template: str | None = None  # hash of the applied template
-    ending: str = ""  # how answers end: the end-of-text token, possibly after a space
+    ending: str = ""  # the end of every answer: the end-of-text token, possibly after a space
 
     @classmethod
     def of(cls, data: Any, tokenizer: PreTrainedTokenizerBase, *, ending: str = "") -> Self:

@@ -39,7 +39,7 @@ def _read_arena(row: Row) -> Row:
         return {**row, "chosen": a, "rejected": b}
     if winner == "model_b":
         return {**row, "chosen": b, "rejected": a}
-    if str(winner).startswith("tie"):  # "tie (bothbad)" too
+    if str(winner).startswith("tie"):  # also matches "tie (bothbad)"
         return {**row, DROPPED: TIE}
     raise row_error(row, "winner", f"is {winner!r}, not model_a, model_b or tie.")
 
@@ -115,9 +115,10 @@ JUDGED = ("arena", "webgpt")  # readers that create the pair columns
 
 
 LAYOUTS = toml_beside(__file__)
-# A config section without this flag cannot read that kind of rows.
+# A config section without this flag cannot read rows of that kind.
 MAIN_FLAGS = {"pairs": "chosen_key", "text": "input_key"}
-PAIR_KEYS = {"chosen_key": "chosen", "rejected_key": "rejected"}  # flags of all layouts of pairs
+# flags that all pair layouts share
+PAIR_KEYS = {"chosen_key": "chosen", "rejected_key": "rejected"}
 
 
 def _fits(row: Row, columns: Mapping[str, str]) -> bool:
@@ -198,7 +199,7 @@ def _first_rows(rows: Dataset) -> list[Row]:
 
 
 def _all_repeat_prompt(rows: Sequence[Row]) -> bool:
-    """Return whether all rows' answers repeat the prompt. Empty prompts only count in chats."""
+    """Return whether all rows' answers repeat the prompt. Empty prompts count only in chats."""
     if not {"prompt", "chosen", "rejected"} <= rows[0].keys():
         return False
     if not all(map(_repeats_prompt, rows)):
@@ -221,7 +222,7 @@ def _layout_of(first: Row, kinds: Sequence[str], named: str) -> dict[str, Any]:
 
 
 def _flags_with_effect(found: Mapping[str, Any], config: Any) -> dict[str, Any]:
-    """Return the layout's flags that this command has and that have an effect.
+    """Return those flags of the layout that this command has and that have an effect.
 
     An empty value becomes None.
     """

@@ -26,15 +26,15 @@ SPLIT_FLAGS = "--data.dataset_split, --data.prompt_split or --eval.split"
 def load_datasets(
     spec: str, *, split: str, probs: str | None = None, max_samples: int, seed: int
 ) -> Dataset:
-    """Return `split` of the comma-separated datasets in `spec`, as one dataset.
+    """Return the split `split` of the comma-separated datasets in `spec`, as one dataset.
 
-    The result has at most `max_samples` rows, and so does each item. An item of `spec` is a file
-    (.json, .jsonl, .csv, .tsv, .parquet or .arrow; the first four may be gzipped), a folder of
-    these files, a folder written by `save_to_disk`, or a Hub name. `item@folder` selects a
-    subfolder of the item. Without `probs`, the items are concatenated. With `probs`, rows are drawn
-    from the items with these probabilities until every row has been drawn. Values are not
-    converted: every CSV cell is text (007 stays 007), and an empty cell is null. The columns
-    `errors.SOURCE` and `errors.ROW` are added.
+    The result has at most `max_samples` rows, and at most that number is read from each item. An
+    item of `spec` is a file (.json, .jsonl, .csv, .tsv, .parquet or .arrow; the first four may be
+    gzipped), a folder of these files, a folder written by `save_to_disk`, or a Hub name.
+    `item@folder` selects a subfolder of the item. Without `probs`, the items are concatenated. With
+    `probs`, rows are drawn from the items with these probabilities until every row has been drawn.
+    Values are not converted: every CSV cell is text (007 stays 007), and an empty cell is null. The
+    columns `errors.SOURCE` and `errors.ROW` are added.
 
     Raises DataError if an item cannot be read, lacks the split or has no rows, or if the items
     cannot be blended.
@@ -61,7 +61,7 @@ def _blend(
         return datasets.concatenate_datasets(parts)
     given = list(map(float, probs.split(",")))
     total = math.fsum(given)
-    weights = [number / total for number in given]  # 0.333,0.333,0.333 means one third each
+    weights = [number / total for number in given]  # 0.333,0.333,0.333 stands for one third each
     _report_repeats(items, weights, list(map(len, parts)), max_samples)
     return datasets.interleave_datasets(
         parts, weights, seed=seed, stopping_strategy="all_exhausted"
@@ -71,7 +71,7 @@ def _blend(
 def _report_repeats(
     items: list[str], weights: list[float], rows: list[int], max_samples: int
 ) -> None:
-    """Report the items whose rows are drawn at least 1.5 times on average.
+    """Report the items whose rows are each drawn at least 1.5 times on average.
 
     Drawing stops when every item's rows have been drawn.
     """
@@ -138,7 +138,7 @@ def _load_one(item: str, split: str, max_samples: int) -> Dataset:
 
 
 def _causes(error: BaseException) -> list[BaseException]:
-    """Return an error and the errors that caused it, the root cause last."""
+    """Return an error and the errors that caused it, with the root cause last."""
     causes = [error]
     while causes[-1].__cause__ is not None:
         causes.append(causes[-1].__cause__)
@@ -154,7 +154,7 @@ def _read(path: str, folder: str | None) -> Dataset | DatasetDict:
         if extension == ".tsv":
             options["sep"] = "\t"
         builder = load_dataset_builder(FORMATS[extension], data_files=glob.escape(path), **options)
-        # The library's name for the only split of a single file.
+        # The datasets library gives this name to the only split of a single file.
         return read_as_written(builder)["train"]
     if os.path.isdir(path):
         inner = Path(path, folder or "")
@@ -180,7 +180,8 @@ def _explain(item: str, path: str, error: Exception) -> str:
             f"{item} needs a Python loading script, and dataset scripts are not run. Pass a "
             "converted copy: parquet or JSON files, or a folder written by save_to_disk()."
         )
-    # Raised for an empty file, an empty saved dataset and a file without rows, in this order.
+    # The library raises these errors for an empty file, an empty saved dataset and a file without
+    # rows, in this order.
     if isinstance(root, StopIteration | IndexError) or "corresponds to no data" in seen:
         return f"{item} has no rows."
     if os.path.exists(path):

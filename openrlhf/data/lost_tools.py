@@ -1,6 +1,6 @@
 """Detection of tools that a chat template omits.
 
-The model then sees neither the tool definitions nor the assistant's calls.
+With such a template, the model sees neither the tool definitions nor the assistant's calls.
 """
 
 from collections.abc import Sequence

@@ -22,7 +22,8 @@ SPEAKERS = {
 }
 # A turn of an HH-RLHF transcript, which must begin with a header.
 TRANSCRIPT = re.compile(r"\n\n(Human|Assistant):(.*?)(?=\n\n(?:Human|Assistant):|\Z)", re.DOTALL)
-LEARNED = ("loss", "weight")  # message fields that include a turn in training or exclude it
+# message fields that include a turn in training or exclude it from training
+LEARNED = ("loss", "weight")
 TOOLS = "tools"  # column with the tool definitions
 
 
@@ -116,7 +117,7 @@ def _from_sharegpt(speaker: Any, value: Any, number: int) -> Message:
 
 
 def _text_of_content(content: Any, number: int) -> str:
-    """Return a message's content as text. It may be a string or a list of text parts."""
+    """Return a message's content, which may be a string or a list of text parts, as text."""
     if _are_objects(content):
         other = {part.get("type") or "text" for part in content} - {"text"}
         if other:
@@ -139,7 +140,7 @@ def _are_objects(value: Any) -> bool:
 
 
 def with_parsed_arguments(message: Message) -> Message:
-    """Return the message with tool call arguments parsed to objects, as chat templates expect."""
+    """Return the message with tool call arguments parsed into objects, as chat templates expect."""
     if not message.get("tool_calls"):
         return message
     calls = []

@@ -29,12 +29,12 @@ class PromptDataset(TokenizedRows[Prompt]):
     """A dataset's prompts, rendered when the object is created. No row is dropped.
 
     With `apply_chat_template`, the input column contains strings (a user message) or lists of
-    messages. They are rendered up to the last turn that is not the assistant's, with the tools in
+    messages. These are rendered up to the last turn that is not the assistant's, with the tools in
     the `tools` column and a generation prompt. Otherwise the column contains strings, which are put
-    into `input_template`. The defaults without the respective column are the label "", the data
-    source "default" and no images. A prompt's index is its row number; a source replaces it with
-    the number of the draw. Raises DataError if a column is missing or prompts are malformed or
-    empty, naming the first ones.
+    into `input_template`. If a column is missing, its default is the label "", the data source
+    "default" or no images. A prompt's index is its row number; a source replaces it with the number
+    of the draw. Raises DataError if a column is missing or prompts are malformed or empty, naming
+    the first ones.
     """
 
     row: ClassVar = Prompt
@@ -158,7 +158,8 @@ class AnsweredDataset(SFTDataset):
             return f"whose prompt leaves no room for the answer (--data.max_len {data.max_len})"
         prompt = passage.text[: passage.response]
         answer = passage.text[passage.response :]
-        if not data.apply_chat_template:  # the row's texts, without the added end-of-text
+        # the row's own texts, without the end-of-text token that was added
+        if not data.apply_chat_template:
             prompt = fill_template(data.input_template, row[data.input_key])
             answer = row[data.output_key]
         tokens = cut(known.tokens, data.max_len, self.tokenizer, self.ends.ids)

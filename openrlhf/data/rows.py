@@ -111,11 +111,12 @@ class TokenizedRows(torch.utils.data.Dataset[Row], ABC):
         return mapped.select(kept)
 
     def _report_notes(self, mapped: Dataset) -> None:
-        """Print notices about control tokens in the rows and about tools that they lose."""
+        """Print notices about control tokens in the rows and about tools that a template omits."""
         rows = f"of {len(mapped)} {self.what}s"
         control = list(filter(None, mapped["control"][:]))
         in_template = self.data.apply_chat_template or self.data.input_template not in (None, "{}")
-        # Without a template, most rows have control tokens if they are already rendered.
+        # If no template is applied but the rows are already rendered, most rows have control
+        # tokens.
         if control and (in_template or 2 * len(control) <= len(mapped)):
             notice(
                 f"{len(control)} {rows} contain control tokens, which the model reads as "
@@ -176,7 +177,7 @@ class TokenizedRows(torch.utils.data.Dataset[Row], ABC):
         for name in self.features:
             made[name] = [result.get(name) for result in results]
         for name in COUNTS:
-            made[name] = list(map(int, made[name]))  # Arrow does not mix numbers and booleans
+            made[name] = list(map(int, made[name]))  # Arrow columns cannot mix numbers and booleans
         return made
 
     def _read(self, columns: Columns) -> list[dict[str, Any]]:
@@ -247,8 +248,8 @@ def once_per_machine(prepare: Callable[[], Dataset]) -> Dataset:
     """Prepare rows in one process per machine, and memory-map them in all its processes.
 
     The other processes wait for a lock without a timeout. If the process holding the lock exits,
-    the system releases the lock and the next process prepares the rows. Propagates errors of
-    `prepare` and raises DataError if the disk is full.
+    the operating system releases the lock and the next process prepares the rows. Propagates errors
+    of `prepare` and raises DataError if the disk is full.
     """
     if world_size() == 1 or not dist.is_initialized():
         return prepare()
@@ -268,7 +269,8 @@ def once_per_machine(prepare: Callable[[], Dataset]) -> Dataset:
                 raise
     mapped = Dataset.load_from_disk(rows)
     dist.barrier()
-    shutil.rmtree(folder, ignore_errors=True)  # the system keeps mapped files until they are closed
+    # the operating system keeps mapped files until they are closed
+    shutil.rmtree(folder, ignore_errors=True)
     return mapped
 
 
@@ -280,8 +282,8 @@ def map_rows(
 ) -> Dataset:
     """Apply `function` to batches of `columns` and row origins, and return the resulting columns.
 
-    Nothing is cached, because a cached result would outlive changes to this code. The table stays
-    on disk while the process uses it, but its folder is deleted before this function returns.
+    Nothing is cached, because a cached result would be stale after changes to this code. The table
+    stays on disk while the process uses it, but its folder is deleted before this function returns.
     `dataset` has the columns that `number_rows` adds. Raises DataError for text that is not UTF-8
     and for a full disk, SystemExit if the process is terminated, and any error of `function`.
     """
@@ -294,7 +296,7 @@ def map_rows(
     try:
         with _writing_to(cache, "HF_DATASETS_CACHE"):
             cache.mkdir(parents=True, exist_ok=True)
-            # The system keeps mapped files until they are closed.
+            # The operating system keeps mapped files until they are closed.
             with tempfile.TemporaryDirectory(prefix="openrlhf-rows-", dir=cache) as folder:
                 return dataset.map(
                     function,
@@ -310,14 +312,14 @@ def map_rows(
     except UnicodeDecodeError as error:
         raise DataError(f"{source_of(dataset)} has text that is not UTF-8: {error}.") from error
     except Exception:
-        if asked():  # if terminated, the library raises a worker timeout instead of SystemExit
+        if asked():  # on termination, the library raises a worker timeout instead of SystemExit
             raise SystemExit(asked()) from None
         raise
 
 
 @contextmanager
 def _writing_to(folder: Path, variable: str) -> Iterator[None]:
-    """Turn OSErrors into DataErrors. The environment `variable` selects a different folder."""
+    """Convert OSErrors to DataErrors, which name the environment `variable` for the folder."""
     try:
         yield
     except OSError as error:

@@ -51,12 +51,12 @@ class SFTDataset(TokenizedRows[SFTRow]):
     it is missing, and the text is truncated to `max_len` tokens, the last of which is always
     end-of-text and a target.
 
-    The response is the output column with all its messages or, without an output column, the last
-    assistant message. With `multiturn`, it is every assistant message whose `loss` or `weight`
-    field, if present, is not false or 0. A turn that consists only of tool calls is not a target if
-    the template omits them. Messages after the last target message are removed. The `tools` column
-    is passed to the chat template. In pretrain mode, a text is the unchanged input column, and
-    every token except the first is a target.
+    The response is the output column with all its messages or, if there is no output column, the
+    last assistant message. With `multiturn`, the response is every assistant message whose `loss`
+    or `weight` field, if present, is not false or 0. A turn that consists only of tool calls is not
+    a target if the template omits them. Messages after the last target message are removed. The
+    `tools` column is passed to the chat template. In pretrain mode, a text is the unchanged input
+    column, and every token except the first is a target.
 
     Rows with an empty prompt or response, or with a prompt of at least `max_len` − 2 tokens, are
     dropped and counted in `summary`. Raises DataError if a column is missing, if rows are malformed
@@ -135,7 +135,7 @@ class SFTDataset(TokenizedRows[SFTRow]):
             if len(messages) < 2:
                 return NO_PROMPT
             answers = [turn for turn in learned if turn >= asked]
-            first = answers[0] if answers else -1  # without an output column the last message
+            first = answers[0] if answers else -1  # if there is no output column, the last message
             targets = learned if self.data.multiturn else answers or learned[-1:]
             lost = lost_tools(self.tokenizer, messages, tools)
             kept = [turn for turn in targets if turn not in lost.turns]
@@ -188,7 +188,7 @@ class SFTDataset(TokenizedRows[SFTRow]):
 
 
 def _refuse_rows_without_answers(dataset: Dataset, input_key: str) -> None:
-    """Raise DataError: no column contains the answers.
+    """Raise the DataError for a dataset in which no column contains the answers.
 
     A missing input column is reported by another check.
     """

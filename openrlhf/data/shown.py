@@ -29,8 +29,8 @@ def show_batch(
 ) -> Iterator[str]:
     """Yield each sample as text with its targets marked.
 
-    Targets are the tokens in the loss, the labelled steps, or the last token, where the reward is
-    read. `names` labels the samples of a row; samples without a name are skipped.
+    Targets are the tokens in the loss, the labelled steps, or the last token, at which the reward
+    is read. `names` labels the samples of a row; samples without a name are skipped.
     """
     columns: dict[str, Any] = {}
     for field in fields(batch):
@@ -60,7 +60,7 @@ def _marks(
     for place, label in enumerate(batch.labels[start:end].tolist()):
         if label > 1:
             marks[place] = f" = {tokenizer.decode([int(label)])}"
-        elif label >= 0:  # not NaN: a probability
+        elif label >= 0:  # a probability; a NaN label fails this comparison
             marks[place] = f" = {label:g}"
     return marks
 

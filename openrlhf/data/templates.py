@@ -1,4 +1,4 @@
-"""Rendering chat messages to text, and locating the assistant's characters and tokens in it."""
+"""Rendering of chat messages, and location of the assistant's characters and tokens in the text."""
 
 from bisect import bisect_right
 from collections.abc import Callable, Collection, Mapping, Sequence
@@ -49,7 +49,8 @@ def render(tokenizer: PreTrainedTokenizerBase, messages: Sequence[Message], **op
 def rendered_question(tokenizer: PreTrainedTokenizerBase) -> str:
     """Return a user message rendered by the chat template.
 
-    If the template requires more, e.g. a system message, return the template itself.
+    If the template requires more than a user message, such as a system message, return the template
+    itself.
     """
     try:
         return render(tokenizer, [{"role": "user", "content": ANSWER}], add_generation_prompt=True)
@@ -111,13 +112,13 @@ class Passage:
     unended: int = 0
     empty: int = 0
     lost: str = ""  # a tool that the template omits, if any
-    exchange: bool = False  # in pairs: whether others speak after the shared prompt
+    exchange: bool = False  # for pairs: whether a user or a tool speaks after the shared prompt
 
     def closed(self, ends: Sequence[str], marks: Sequence[str] = (), *, space: bool = True) -> Self:
         """Return the passage with trailing newlines removed, ending with one of `ends`.
 
-        `ends` are the texts that stop generation. If the text ends with none of them, the first one
-        is appended, with `space` after a space unless the text ends with one of `marks`. The
+        `ends` are the texts that stop generation. If the text ends with none of them, append the
+        first one. With `space`, put a space before it unless the text ends with one of `marks`. The
         appended end is a target if the text before it is a target.
         """
         text = self.text.rstrip("\n")
@@ -158,12 +159,12 @@ def render_conversation(
 ) -> Passage:
     """Render a conversation that ends with an assistant message, and find its targets.
 
-    Targets are everything from the assistant message `first` on, or the assistant messages `turns`.
-    If the template has `{% generation %}` marks, only marked text is a target. Without marks, a
-    turn is the text between the generation prompt and the next message. If the template rewrites
-    history (for example, drops earlier reasoning), a turn is its content and the end-of-turn text
-    after it; an earlier turn whose content was changed is not a target. Raises ValueError if
-    message `first` or the last of `turns` cannot be found in the text.
+    The targets are everything from the assistant message `first` on, or the assistant messages
+    `turns`. If the template has `{% generation %}` marks, only marked text is a target. Without
+    marks, a turn is the text between the generation prompt and the next message. If the template
+    rewrites history (for example, drops earlier reasoning), a turn is its content and the
+    end-of-turn text after it; an earlier turn whose content was changed is not a target. Raises
+    ValueError if message `first` or the last of `turns` cannot be found in the text.
     """
     draw: Draw = partial(render_marked, tokenizer, tools=tools)
     text, marked = draw(messages)
@@ -194,7 +195,7 @@ def render_conversation(
 def _marked_turns(
     draw: Draw, messages: Sequence[Message], marked: list[Span], first: int, turns: Sequence[int]
 ) -> list[Span]:
-    """Return the marked spans from message `first` on, or those of `turns`.
+    """Return the marked spans from message `first` on, or the marked spans of `turns`.
 
     A turn's spans are found by counting the marks before it.
     """
@@ -274,7 +275,7 @@ class Encoded:
         """Return the range of tokens that cover a span of characters.
 
         A token that straddles a boundary belongs to the span. Without offsets, the text before each
-        boundary is encoded, and the tokens it has in common with the whole text come before the
+        boundary is encoded, and the tokens that it shares with the whole text come before the
         boundary.
 
         Example: if "Q: yes" is tokenized as `Q`, `:`, `▁yes`, the span (3, 6) of "yes" gives
@@ -283,7 +284,8 @@ class Encoded:
         if self.offsets is None:
             return range(*map(self._tokens_before, span))
         start, end = span
-        # Compare ends, not starts, because some offsets exclude the space before a word.
+        # Compare the ends of tokens, not their starts, because some offsets exclude the space
+        # before a word.
         first = bisect_right(self.offsets, start, key=itemgetter(1))
         last = bisect_right(self.offsets, end, key=itemgetter(1))
         while last < len(self.offsets) and self.offsets[last][0] < end:
@@ -303,7 +305,7 @@ def cut(
 ) -> list[int]:
     """Truncate to `max_len` tokens, the last of which is end-of-text.
 
-    If nothing is truncated, the last token may also be one of `ends`.
+    If the text is not truncated, its last token may also be one of `ends`.
     """
     if len(tokens) <= max_len and tokens[-1] in ends:
         return list(tokens)

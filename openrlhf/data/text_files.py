@@ -1,8 +1,8 @@
 """CSV and JSON readers that keep every value unchanged.
 
-The readers of the datasets library infer types from a block of rows: 00109 becomes a number, an
-extra field an index, a string that looks like a date a timestamp, and a missing key a null. The
-readers here replace them; the library still handles files, splits and caching.
+The readers of the datasets library infer types from a block of rows: they turn 00109 into a number,
+an extra field into an index, a string that looks like a date into a timestamp, and a missing key
+into a null. The readers here replace them; the library still handles files, splits and caching.
 """
 
 import codecs
@@ -29,7 +29,7 @@ from datasets.utils.file_utils import xopen
 
 from openrlhf.data.errors import DataError, kind
 
-# Version of the rows that these readers produce. Cached rows of other versions are not used.
+# Version of the rows that these readers produce. Cached rows from other versions are not used.
 VERSION = "1"
 NOT_UTF8 = "is not UTF-8 text. Save the file as UTF-8 (Excel calls this format CSV UTF-8)"
 SEPARATORS = (",", ";", "\t")
@@ -45,8 +45,8 @@ Rows = Iterator[Row]
 def read_as_written(builder: datasets.DatasetBuilder) -> DatasetDict:
     """Read the files that a dataset builder has found.
 
-    Our readers handle CSV and JSON files. The library handles other formats, and JSON files whose
-    types are declared in a dataset card.
+    The readers of this module handle CSV and JSON files. The datasets library handles other
+    formats, and JSON files whose types are declared in a dataset card.
     """
     config: Any = builder.config
     reader = None
@@ -157,7 +157,7 @@ class _TextFiles(datasets.GeneratorBasedBuilder, ABC):
         self.info.features = features
         return splits
 
-    # The library calls both methods with the keyword arguments of a split.
+    # The datasets library calls both methods with the keyword arguments of a split.
     def _generate_shards(  # pyright: ignore[reportIncompatibleMethodOverride]
         self, files: list[TextFile]
     ) -> Iterator[str]:

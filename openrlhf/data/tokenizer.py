@@ -8,7 +8,8 @@ from transformers import AutoTokenizer, GenerationConfig, PreTrainedTokenizerBas
 
 from openrlhf.data.errors import DataError
 
-# Far above the ratio in ordinary text. Longer texts cannot fit, and may take minutes to tokenize.
+# A ratio far above that of ordinary text. Longer texts cannot fit, and may take minutes to
+# tokenize.
 CHARACTERS_PER_TOKEN = 64
 LENGTH_WARNING = "sequence-length-is-longer-than-the-specified-maximum"  # of Transformers
 FEWEST_CHARACTERS = 1 << 16
@@ -32,7 +33,7 @@ def get_tokenizer(
         tokenizer = AutoTokenizer.from_pretrained(path, trust_remote_code=trust_remote_code)
     except (OSError, ValueError, LookupError, AttributeError, ImportError) as error:
         raise DataError(_explain(path, error, flag)) from error
-    # Built from config.json without tokenizer files.
+    # Transformers builds this tokenizer from config.json if there are no tokenizer files.
     if len(tokenizer) <= len(tokenizer.all_special_tokens):
         raise DataError(
             f"{path!r} has no tokenizer: the vocabulary is empty. Add the tokenizer's files."
@@ -45,7 +46,8 @@ def get_tokenizer(
     if tokenizer.pad_token is None:
         tokenizer.pad_token = tokenizer.eos_token
     tokenizer.padding_side = padding_side
-    # Suppress this warning: our own flags limit lengths and report truncated texts.
+    # Suppress this warning, because our own flags limit lengths and the run reports truncated
+    # texts.
     tokenizer.deprecation_warnings[LENGTH_WARNING] = True
     if chat_template is not None:
         tokenizer.chat_template = chat_template

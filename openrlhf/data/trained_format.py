@@ -44,7 +44,7 @@ def with_trained_format(
     if trained is None:
         return data
     if generates and joined_border(trained, tokenizer):
-        # The model generates the space as part of its answer.
+        # The model generates the leading space as part of its answer.
         trained = replace(trained, input_template=str(trained.input_template)[:-1])
     changes: dict[str, Any] = {}
     used = ""
@@ -83,8 +83,8 @@ def follows_template(
 ) -> bool:
     """Return whether to apply the template that the model was trained with.
 
-    It is not applied if a flag or the dataset layout sets a template, or if the prompts already
-    contain it.
+    The template is not applied if a flag or the dataset layout sets another one, or if the prompts
+    already contain it.
     """
     if TEMPLATE in config.given or CHAT in config.given or data.apply_chat_template:
         return False
@@ -112,7 +112,7 @@ def follows_ending(
 def has_format(
     trained: TextFormat, tokenizer: PreTrainedTokenizerBase, texts: Sequence[str]
 ) -> bool:
-    """Return whether all these texts are already in a format, False if there are none."""
+    """Return whether all of these texts are already in a format; False if there are no texts."""
     if not texts:
         return False
     if trained.chat_template:
@@ -128,7 +128,7 @@ def kept_format(
 ) -> TextFormat:
     """Return the format to record in an export.
 
-    This is `used`, or the format the model was trained on if the prompts are in that format.
+    This is `used`, or the format that the model was trained on if the prompts are in that format.
     `texts` are prompts as the model sees them. A template's trailing space is ignored.
     """
     trained = recorded(tokenizer)

@@ -1,4 +1,4 @@
-"""Construction and startup check of the user's agents."""
+"""Construction of the user's agents, and their check at startup."""
 
 import asyncio
 from contextlib import closing

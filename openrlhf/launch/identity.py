@@ -1,6 +1,6 @@
 """The identity of a run: the values that must match to resume a checkpoint or replay episodes.
 
-An identity maps flags, models and datasets to JSON values. Long values are replaced by a hash.
+An identity maps flags, models and datasets to JSON values. A hash replaces each long value.
 """
 
 import hashlib
@@ -23,7 +23,7 @@ from openrlhf.trainers.tasks import Config, Micro, OfflineTask, Row, Rows
 
 # Flags that must match, in addition to the data, the models, --rollout.batch_size and --train.seed.
 FLAGS: dict[str, list[str]] = {
-    # to resume an RL run
+    # flags that must match to resume an RL run
     "run": [
         "algo.advantage.estimator",
         "actor.policy_loss_type",
@@ -32,7 +32,7 @@ FLAGS: dict[str, list[str]] = {
         "reward.verifier",
         "train.async_enable",
     ],
-    # to resume any run that trains a LoRA adapter
+    # flags that must match to resume any run that trains a LoRA adapter
     "adapter": [
         "ds.lora.rank",
         "ds.lora.alpha",
@@ -40,9 +40,9 @@ FLAGS: dict[str, list[str]] = {
         "ds.lora.rslora",
         "ds.lora.dora",
     ],
-    # to reuse stored log-probabilities of the reference model
+    # flags that must match to reuse stored log-probabilities of the reference model
     "reference": ["ds.param_dtype", "ds.attn_implementation", "ds.load_in_4bit"],
-    # to replay the episodes of an RL run
+    # flags that must match to replay the episodes of an RL run
     "episodes": [
         "rollout.n_samples_per_prompt",
         "rollout.temperature",
@@ -51,7 +51,7 @@ FLAGS: dict[str, list[str]] = {
         "algo.dynamic_filtering_enable",
         "algo.dynamic_filtering_range",
     ],
-    # to resume batch inference
+    # flags that must match to resume batch inference
     "inference": [
         "task",
         "post_processor",
@@ -100,7 +100,7 @@ def texts_identity(
 
 
 def _collated(task: OfflineTask[Any, Any, Any], rows: Rows) -> Iterator[bytes]:
-    """Yield the contents of each row, as the tensors of a batch that contains only this row."""
+    """Yield each row's contents: the tensors of a batch that contains only this row."""
     for number in range(len(rows)):
         columns = vars(task.collate([rows[number]])).values()
         tensors = [column.tolist() for column in columns if isinstance(column, Tensor)]

@@ -1,4 +1,4 @@
-"""An offline training run, from its flags to its exported model."""
+"""An offline training run, from the flags to the exported model."""
 
 import os
 from collections.abc import Iterator
@@ -103,7 +103,7 @@ def train(
     """Train a task from the start or from a checkpoint, and export the model."""
     ds = task.config.ds
     layout = RankLayout.from_flags(ds, processes=world_size())
-    # Created before the rows are loaded, because the processes on a machine share them.
+    # This is created before the rows are loaded, because the processes on a machine share the rows.
     strategy = Strategy(
         ds,
         layout,
@@ -112,7 +112,8 @@ def train(
     )
     checkpoint: Checkpoint | None = None
     if task.config.ckpt.load_enable:
-        # Only one process looks for it, because the search also deletes incomplete checkpoints.
+        # Only one process searches for a checkpoint, because the search also deletes incomplete
+        # checkpoints.
         checkpoint = strategy.broadcast(checkpoints.latest() if strategy.is_main else None)
     first_start = checkpoint.state.first_start if checkpoint else FirstStart.here()
     first_start = strategy.broadcast(first_start)
@@ -284,8 +285,9 @@ def load_rows(
     """Return the tokenized training and evaluation rows.
 
     The detected columns and text format are stored in the task's configuration. --data.max_samples
-    limits only the training rows. `follows`: default to the text format that the model was trained
-    with. Raises DataError, including for a frozen model with a different vocabulary.
+    limits only the training rows. If `follows` is true, the default is the text format that the
+    model was trained with. Raises DataError, including for a frozen model with a different
+    vocabulary.
     """
     config = task.config
     trusted = config.model.trust_remote_code
@@ -382,7 +384,7 @@ def look_at_first_rows(
         template = used.input_template or ""
         try:
             found += first_look.round_trip(tokenizer, [template.replace("{}", "")])
-        except DataError as error:  # the rows may not contain the template's words
+        except DataError as error:  # the template's words may not occur in the rows
             found.append(Finding(f"--data.input_template: {error}"))
         trained = first_look.recorded(tokenizer)
         found += first_look.compare_formats(model, trained, used, texts)

@@ -10,11 +10,11 @@ from openrlhf.launch.settings import needs_old_logprobs
 
 # Number of tokens per forward pass that keeps a GPU busy.
 GPU_TOKENS = RLTrainConfig().max_tokens_per_gpu
-CPU_TOKENS = 1024  # on a CPU, larger passes have hardly more throughput and need much more memory
+CPU_TOKENS = 1024  # on a CPU, larger passes are hardly faster and need much more memory
 
 
 def check_pass_sizes(config: PPOConfig, longest_prompt: int, *, on_gpus: bool) -> list[Finding]:
-    """Return a notice if micro-batches contain one sample although more would fit.
+    """Return a notice if micro-batches contain only one sample although more would fit.
 
     Sizes set by the user are not checked. `longest_prompt` is in tokens.
     """

@@ -1,10 +1,10 @@
-"""Pipelines: the stages of a file run in order, each in its own process.
+"""Pipelines, which run the stages of a file in order, each in its own process.
 
 A stage is skipped if it is done and its inputs have not changed.
 
-The pipeline's folder contains, for each stage, a subfolder, its flags (<stage>.yaml, read with
---config) and its record (<stage>.json, which lists the inputs of the result). Before a stage is
-rerun from the start, its old folder and record are moved to earlier/<n>/.
+For each stage, the pipeline's folder contains a subfolder, the stage's flags (<stage>.yaml, read
+with --config) and its record (<stage>.json, which lists the inputs of the result). Before a stage
+is rerun from the start, its old folder and record are moved to earlier/<n>/.
 """
 
 import json
@@ -51,7 +51,7 @@ PRECISION = {"lora_combiner": {"ds.param_dtype": "fp32"}}
 NOT_INPUTS = ("logger.", "ds.use_universal_ckpt")  # flags that do not affect a result
 DONE = "done"
 RESUMES = "resumes"
-STAGE_END_TIMEOUT_S = 60.0  # time between SIGTERM and SIGKILL
+STAGE_END_TIMEOUT_S = 60.0  # delay between SIGTERM and SIGKILL
 
 
 def run_pipeline(config: PipelineConfig) -> None:
@@ -72,7 +72,7 @@ def run_pipeline(config: PipelineConfig) -> None:
 class Record(TypedDict):
     """The content of <stage>.json: how a stage's result was made."""
 
-    inputs: dict[str, Any]  # see `Pipeline.inputs`; empty if the stage has never started
+    inputs: dict[str, Any]  # as returned by `Pipeline.inputs`; empty if the stage has never started
     seconds: float  # run time, summed over all attempts
     finished: float | None  # Unix time at which the stage finished; None if it has not
 
@@ -111,7 +111,7 @@ class Pipeline:
             return [f"the pipeline sets --{path} itself. Remove the flag." for path in taken]
         declared_gpus = machine.cluster_gpus
         try:
-            with redirect_stderr(StringIO()):  # the stage prints its notices when it runs
+            with redirect_stderr(StringIO()):  # the stage prints its notices itself when it runs
                 words = ["--config", str(self.write_flags(stage))]
                 parse_config(stage.root, words, command=STAGE_COMMANDS[stage.command].command)
         except ConfigError as error:
@@ -250,7 +250,7 @@ class Pipeline:
     def inputs(self, stage: Stage) -> dict[str, Any]:
         """Return everything that determines a stage's result, by name.
 
-        The launcher is left out: the number of devices may change when a stage resumes.
+        The launcher is left out, because the number of devices may change when a stage resumes.
         """
         inputs: dict[str, Any] = {}
         for path, value in stage.values.items():
@@ -357,8 +357,8 @@ class Pipeline:
         for name, value in record["inputs"].items():
             record["inputs"][name] = hide(value)  # older releases stored secrets unmasked
         answers = self.result(stage.name)
-        # Answer files are written atomically, so an existing one is complete even if this process
-        # was killed before it recorded the end.
+        # Answer files are written atomically, so an existing file is complete even if this process
+        # was killed before it recorded the end of the stage.
         if not record["finished"] and answers.is_file():
             record["finished"] = answers.stat().st_mtime
         return record
@@ -405,7 +405,8 @@ def execute(words: Sequence[str], lock: int | None) -> int:
             return child.wait()
         except BaseException:
             with suppress(subprocess.TimeoutExpired, KeyboardInterrupt):  # a second Ctrl-C
-                if asked() == 128 + signal.SIGINT:  # the terminal sends Ctrl-C to the program too
+                # the terminal has already sent Ctrl-C to the program
+                if asked() == 128 + signal.SIGINT:
                     child.wait()
                 else:
                     child.terminate()

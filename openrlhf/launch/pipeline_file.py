@@ -26,18 +26,18 @@ STAGE_REFERENCE = re.compile(r"\$\{([\w-]+)\}")
 
 @dataclass(frozen=True, kw_only=True)
 class Stage:
-    """A stage: one of our commands with its flags, or another program to `run`."""
+    """A stage: a command of this package with its flags, or another program to `run`."""
 
     name: str
     command: str = ""
     flags: Mapping[str, Any] = field(default_factory=dict[str, Any])
-    launcher: str = ""  # words placed before our module, such as `torchrun --nproc_per_node 8 -m`
+    launcher: str = ""  # words placed before the module, such as `torchrun --nproc_per_node 8 -m`
     run: str = ""
     group: str = ""  # stages in a group differ only in their seed; the report shows their mean
 
     @property
     def uses(self) -> list[str]:
-        """Names of the other stages whose results this stage reads."""
+        """The names of the other stages whose results this stage reads."""
         text = json.dumps([self.flags, self.run, self.launcher], default=str)
         names = dict.fromkeys(STAGE_REFERENCE.findall(text))
         names.pop(self.name, None)
@@ -50,14 +50,14 @@ class Stage:
 
     @property
     def values(self) -> dict[str, Any]:
-        """Flag values by path; empty for a program."""
+        """The flag values by path; empty for a program."""
         if not self.command:
             return {}
         return dict(leaves(self.flags, flags_of(self.root), ""))
 
     @property
     def reads(self) -> list[str]:
-        """Files that the stage names, and folders with models or data."""
+        """The files, and the folders with models or data, that the stage names."""
         found = [word for word in shlex.split(self.run) if isfile(word)]
         for path, value in self.values.items():
             is_input = isfile
@@ -97,7 +97,7 @@ def read_stages(file: Path, settings: str) -> list[Stage]:
         names = [key.value for key, *_ in sections["stages"].value]
         if not names:
             raise ConfigError(f"{file} has no stages.")
-        if len(set(names)) < len(names):  # YAML keeps only the last of duplicate keys
+        if len(set(names)) < len(names):  # YAML keeps only the last of several duplicate keys
             raise ConfigError(f"{file}: two stages have the same name: {', '.join(names)}.")
         stages: list[Stage] = []
         for name, entry in entries.items():

@@ -1,4 +1,4 @@
-"""--ref.precompute: Σ log π_ref of the answers in every row, computed once.
+"""Computation of Σ log π_ref of the answers in every row, only once (--ref.precompute).
 
 The sums are stored in a file beside the checkpoints.
 """

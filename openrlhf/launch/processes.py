@@ -15,7 +15,7 @@ from openrlhf.config.shared import DeepSpeedConfig
 from openrlhf.rollout.fleet import Fleet
 from openrlhf.training.layout import RankLayout
 
-if TYPE_CHECKING:  # importing it takes seconds, because it imports trainers and workers
+if TYPE_CHECKING:  # the import takes seconds, because it includes trainers and workers
     from openrlhf.launch.settings import SamplingCommand
 
 

@@ -1,4 +1,4 @@
-"""Data that a run reads before models are loaded: tokenizer, prompts, pretraining text."""
+"""Data that a run reads before it loads models: the tokenizer, prompts and pretraining text."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
@@ -32,7 +32,7 @@ T = TypeVar("T")
 
 @dataclass(frozen=True, kw_only=True)
 class PromptData:
-    """Tokenizer, prompts and pretraining text of a run."""
+    """The tokenizer, prompts and pretraining text of a run."""
 
     tokenizer: PreTrainedTokenizerBase
     train: PromptDataset
@@ -43,9 +43,9 @@ class PromptData:
 def load_prompts(config: PPOConfig, *, started: str = "", follows: bool = True) -> PromptData:
     """Return the tokenizer, the prompts and the pretraining text of an RL run.
 
-    `started` is the time of the run's first start, used by chat templates that render the date.
-    `follows`: default to the text format that the policy was trained with. Raises DataError or
-    ModelError.
+    `started` is the time of the run's first start, used by chat templates that render the date. If
+    `follows` is true, the default is the text format that the policy was trained with. Raises
+    DataError or ModelError.
     """
     data = config.data
     flag = "--actor.model_name_or_path"
@@ -159,7 +159,7 @@ def read_prompts(
 ) -> T:
     """Load a dataset and convert its rows to prompts with `prompts_of`.
 
-    `part`: the arguments `split`, `max_samples` and `probs` of `load_datasets`.
+    `part` holds the arguments `split`, `max_samples` and `probs` of `load_datasets`.
     """
     rows = load_datasets(spec, seed=config.train.seed, **part)
     return prompts_of(config, rows_of, tokenizer, rows, model=model)
@@ -176,9 +176,9 @@ def prompts_of(
 ) -> T:
     """Convert rows to prompts with `rows_of` and the --data.* columns and templates.
 
-    `model`: the flag and value that select the tokenizer's model, whose training format becomes the
-    default; None: no default format. `generates`: the model generates responses to these prompts.
-    Raises DataError.
+    `model` is the flag and value that select the tokenizer's model, whose training format becomes
+    the default; with None, there is no default format. `generates` is true if the model generates
+    responses to these prompts. Raises DataError.
     """
     answers = "output_key"
     if config.reward.needs_labels:
@@ -256,7 +256,7 @@ def look_at_prompts(
 def check_prompts(config: settings.SamplingCommand, prompts: PromptDataset) -> list[Finding]:
     """Return findings about the lengths and labels of all prompts.
 
-    Skipped with --train.agent_func_path, because agents write their own prompts.
+    Returns no findings with --train.agent_func_path, because agents write their own prompts.
     """
     if config.train.agent_func_path:
         return []
@@ -295,7 +295,7 @@ def ends_of_generation(
 ) -> set[str]:
     """Return the strings at which the engine stops generating.
 
-    They come from the tokenizer, the model's generation_config.json and the flags.
+    These strings come from the tokenizer, the model's generation_config.json and the flags.
     """
     ids = [*end_ids(policy), *config.rollout.stop_token_ids]
     tokens = tokenizer.convert_ids_to_tokens(ids)

@@ -24,7 +24,7 @@ CLOSE_TIMEOUT_S = 10.0  # time limit for closing reports and trackers
 KILL_TIMEOUT_S = 5.0
 # Environment variables that pass the restart state to the process that replaces this one.
 RESTARTS = "OPENRLHF_RESTARTS"  # number of restarts so far
-CONTINUES_ITSELF = "OPENRLHF_CONTINUES_ITSELF"  # 1 if a restart added --ckpt.load_enable
+CONTINUES_ITSELF = "OPENRLHF_CONTINUES_ITSELF"  # set to 1 if a restart added --ckpt.load_enable
 ERROR_STATUS = 2  # exit status of a failed command
 
 
@@ -43,7 +43,7 @@ class RayLoss:
         self._advice = advice
         self._restart = restart
         self._closings: list[Callable[[], None]] = []
-        self.finished = False  # True once the command has done its work and only needs to exit
+        self.finished = False  # True once the command's work is done and only the exit is left
 
     @contextmanager
     def closing(self, close: Callable[[], None]) -> Iterator[None]:
@@ -77,7 +77,7 @@ class RayLoss:
         os._exit(termination.asked() or ERROR_STATUS)
 
     def _close(self) -> None:
-        """Call the registered functions, for at most CLOSE_TIMEOUT_S in total."""
+        """Call the registered functions. Stop waiting for them after CLOSE_TIMEOUT_S in total."""
 
         def close_all() -> None:
             for close in reversed(self._closings):
@@ -97,7 +97,7 @@ def inherited(variable: str) -> int:
 
 
 def can_replace_process() -> bool:
-    """Return whether this process runs one of our commands, not a notebook or a test."""
+    """Return whether this process runs a command of this package, not a notebook or a test."""
     program = Path(sys.argv[0])
     commands = Path(__file__).resolve().parent.parent / "cli"
     return program.name == "openrlhf" or program.resolve().parent == commands
@@ -112,7 +112,7 @@ def replace_process(flags: list[str]) -> NoReturn:
 def kill_processes(*, of_ray: bool) -> None:
     """Kill all descendants of this process.
 
-    `of_ray`: also kill the processes of the Ray cluster that this process started.
+    If `of_ray` is true, also kill the processes of the Ray cluster that this process started.
     """
     deadline = time.monotonic() + KILL_TIMEOUT_S
     while time.monotonic() < deadline:

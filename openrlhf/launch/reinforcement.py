@@ -1,4 +1,4 @@
-"""Checks that run before an RL run loads its models, and the construction of the run."""
+"""Checks before an RL run loads its models, and the construction of the run."""
 
 import os
 from collections.abc import Callable, Iterable

@@ -12,7 +12,7 @@ from openrlhf.rollout.episode_files import EpisodeFolder
 def start_of_episodes(config: PPOConfig) -> FirstStart:
     """Return the start time and format of the run that recorded --rollout.replay_dir.
 
-    Return those of this run if there are no episodes to replay.
+    If there are no episodes to replay, return the start time and format of this run.
     """
     if config.rollout.replay_dir:
         folder = EpisodeFolder(config.rollout.replay_dir)

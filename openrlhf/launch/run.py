@@ -47,7 +47,7 @@ from openrlhf.workers.policy import PolicyWorker
 class Run:
     """A running RL command: its models, user-code processes and trainer.
 
-    All of them are closed when the `started` block exits.
+    All of these are closed when the `started` block exits.
     """
 
     config: PPOConfig
@@ -76,8 +76,8 @@ class Run:
         with ExitStack() as self.ends:
             self.ends.callback(self.recorder.close)
             self.ends.callback(self.loop.close)
-            # Closed before the report is written, because other jobs may be waiting for the
-            # devices.
+            # These are closed before the report is written, because other jobs may be waiting for
+            # the devices.
             self.ends.callback(self.processes.close)
             if not self.replay:
                 reward = reward_of(self.config.reward, log_dir=Path(self.log_dir))
@@ -146,7 +146,7 @@ class Run:
     def _check_room(self, groups: Mapping[str, WorkerGroup]) -> None:
         """Print a notice if the disk is too small for all checkpoints.
 
-        Raises CheckError if it is too small for a single checkpoint.
+        Raises CheckError if the disk is too small for a single checkpoint.
         """
         asked: list[Call] = []
         for role in ("actor", "critic"):
@@ -191,7 +191,8 @@ class Run:
     def _make_publisher(self, policy: WorkerGroup) -> WeightPublisher:
         """Return the publisher of the policy's weights.
 
-        Before the first step it compares the engines' log-probabilities with the policy's.
+        Before the first step, the publisher compares the engines' log-probabilities with the
+        policy's.
         """
         config = self.config
         timeout_s = config.train.publish_timeout
@@ -219,8 +220,9 @@ class Run:
     def _make_generator(self) -> Generator:
         """Return the episode generator.
 
-        It combines the engines, the agents and the reward. With --rollout.dump_dir it also writes
-        the episodes to disk. With --rollout.replay_dir it reads them from disk instead.
+        The generator combines the engines, the agents and the reward. With --rollout.dump_dir, it
+        also writes the episodes to disk. With --rollout.replay_dir, it reads episodes from disk
+        instead.
         """
         config = self.config
         if self.replay:
@@ -250,7 +252,7 @@ class Run:
     def _make_source(
         self, generator: Generator, rewards: Stage, columns: Sequence[Stage]
     ) -> Source:
-        """Return the episode source, which also runs the stages that need not wait for a batch."""
+        """Return the episode source, which also runs the stages that can start before a batch."""
         config = self.config
         early: list[Stage] = []
         if rewards_come_early(config):

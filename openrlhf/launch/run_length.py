@@ -5,7 +5,7 @@ import math
 from openrlhf.checks import Finding
 from openrlhf.config.shared import OptimizerConfig
 
-FEWEST_STEPS = 20  # at default learning rates, fewer steps hardly change a model
+FEWEST_STEPS = 20  # with the default learning rates, fewer steps hardly change a model
 IDLE_SHARE = 0.1  # maximum fraction of steps with a learning rate of 0
 
 

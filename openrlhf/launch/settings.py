@@ -24,18 +24,19 @@ from openrlhf.workers.frozen import RewardModelSettings
 
 # Commands that use engines and reward models.
 SamplingCommand = PPOConfig | EvaluationConfig | BatchInferenceConfig
-ENGINE_PROBE_TOKENS = 8  # tokens sampled per prompt to compare engines and trainer
+ENGINE_PROBE_TOKENS = 8  # tokens sampled per prompt to compare the engines with the trainer
 # The largest mean difference between log-probabilities, in nats, that rounding can explain.
 FP32_TOLERANCE = 0.01
 BF16_TOLERANCE = 0.2
-RANDOM_LAYERS = ("dropout", "pdrop", "jitter")  # substrings of the keys of their rates
+# substrings of the configuration keys for the layers' rates
+RANDOM_LAYERS = ("dropout", "pdrop", "jitter")
 
 
 def needs_old_logprobs(config: PPOConfig) -> bool:
     """Return whether the trainer recomputes log π_old before the update.
 
     With one optimizer step and one epoch per batch, no KL in the reward, no correction, no teacher
-    and no dropout, the importance ratio is 1 by construction and nothing else reads π_old.
+    and no dropout, the importance ratio is 1 by construction, and π_old has no other use.
     """
     if config.train.max_epochs != 1 or config.train.batch_size < config.samples:
         return True
@@ -54,7 +55,7 @@ def has_dropout(config: PPOConfig) -> bool:
 
 
 def _has_random_layers(entries: dict[str, Any]) -> bool:
-    """Return whether a configuration or a nested one has a nonzero dropout or jitter rate."""
+    """Return whether a configuration, or one nested in it, has a nonzero dropout or jitter rate."""
     for name, value in entries.items():
         if isinstance(value, dict):
             if _has_random_layers(value):
@@ -95,7 +96,7 @@ def trained_settings(config: PPOConfig, path: str, steps: int) -> RoleSettings:
 def judge_spec(config: SamplingCommand, path: str) -> LoadSpec:
     """Return the settings for loading a reward model."""
     spec = load_spec(config, path)
-    if isinstance(config, PPOConfig):  # in RL, --ds.load_in_4bit applies only to the trained models
+    if isinstance(config, PPOConfig):  # in RL, --ds.load_in_4bit applies only to trained models
         return replace(spec, ds=replace(spec.ds, load_in_4bit=False))
     return spec
 
@@ -132,7 +133,7 @@ def engine_settings(
 
 
 def engine_probe(config: PPOConfig, prompts: Sequence[list[int]]) -> Probe | None:
-    """Return the settings for comparing engines and trainer before the first step.
+    """Return the settings for comparing the engines with the trainer before the first step.
 
     Returns None if the engines quantize the weights.
     """
@@ -157,7 +158,7 @@ def engine_probe(config: PPOConfig, prompts: Sequence[list[int]]) -> Probe | Non
 def transport(config: PPOConfig, kind: Device) -> Transport:
     """Return the transport that sends weights to the engines.
 
-    If engine and trainer share a GPU, weights are passed through its memory.
+    If an engine and the trainer share a GPU, the weights are passed through the GPU's memory.
     """
     if kind == "cuda" and config.hybrid and config.vllm.sync_backend == "nccl":
         return "ipc"

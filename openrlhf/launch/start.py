@@ -1,7 +1,7 @@
 """Startup of an RL run.
 
-Libraries are imported while Ray and the processes start; done one after the other, this would take
-ten seconds.
+Libraries are imported while Ray and the processes start; doing one after the other would take ten
+seconds.
 """
 
 from __future__ import annotations
@@ -53,7 +53,7 @@ def run_ppo(config: PPOConfig) -> None:
         plan.check(expected_machines(plan.on_gpus, config.placement.cluster))
     loss = RayLoss(lambda: how_to_continue(config), restarts.begin_restart)
     with ThreadPoolExecutor(1) as thread:
-        # In this order, so that the processes start while the preparation code is imported.
+        # The order of these lines lets the processes start while the preparation code is imported.
         importing_processes = thread.submit(import_processes)
         importing_prepare = thread.submit(import_preparation)
         with nullcontext() if config.dry_run else ray_cluster(plan, loss):
@@ -80,7 +80,7 @@ def attempt_run(
     """Prepare a run, train it, and stop its processes. Raises WorkerError."""
     processes_class = importing_processes.result()
     with closing(processes_class(plan, config.ds)) as processes:
-        # Do not hold GPUs that other jobs may need while reading data.
+        # While reading data, do not hold GPUs that other jobs may need.
         if not config.dry_run and not plan.on_gpus:
             processes.start()
         prepare = importing_prepare.result()
@@ -109,7 +109,7 @@ def import_preparation() -> Prepare:
 
 
 class Restarts:
-    """Restarts of a run (--train.max_restarts), counted over this process and those it replaced.
+    """Restarts of a run (--train.max_restarts), including those of the processes it replaced.
 
     `config.given` contains --ckpt.load_enable only if the user passed it. Otherwise a restarted run
     resumes only its own checkpoints, not those of another run that shares --ckpt.path.
@@ -138,7 +138,7 @@ class Restarts:
 
     @property
     def announcement(self) -> str:
-        """Sentence that announces the last counted restart."""
+        """The sentence that announces the last counted restart."""
         return (
             f"Restart {self.done} of {self.most} (--train.max_restarts), from the run's newest "
             "checkpoint if there is one."
