@@ -6,7 +6,7 @@ import os
 import signal
 from pathlib import Path
 
-# Set before anything imports torch or a Hugging Face library. Child processes inherit them.
+# Set these before anything imports torch or a Hugging Face library. Child processes inherit them.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 os.environ.setdefault("OMP_WAIT_POLICY", "passive")
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
@@ -24,7 +24,7 @@ from tests.verify.record import Verified
 
 hypothesis.settings.register_profile(
     "patient", deadline=None
-)  # the duration of an example depends on the machine
+)  # how long an example takes depends on the machine
 hypothesis.settings.load_profile("patient")
 
 # pytest writes the name of each test to the environment. glibc moves the variables when it adds
@@ -33,8 +33,8 @@ hypothesis.settings.load_profile("patient")
 assert runner._update_current_test_var
 runner._update_current_test_var = lambda item, when: None
 
-# A shell makes background processes ignore Ctrl-C. Commands that tests interrupt would inherit
-# this setting.
+# A shell makes background processes ignore Ctrl-C. Commands that tests interrupt would inherit this
+# behavior.
 if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
     signal.signal(signal.SIGINT, signal.default_int_handler)
 
@@ -50,7 +50,7 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 
 def pytest_configure(config: pytest.Config) -> None:
-    """Record `-m verify` outcomes once per session, in the process to which workers report."""
+    """Record `-m verify` outcomes once per session, in the process that workers report to."""
     if config.option.markexpr == "verify" and not hasattr(config, "workerinput"):
         config.pluginmanager.register(Verified(config.option.shard))
 
@@ -67,7 +67,7 @@ def data_dir() -> Path:
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """Skip tests marked `gpu` if there is no CUDA device.
 
-    They run in a rehearsal (tests/gpu/rehearsal.py).
+    Without a device, they still run in a rehearsal (tests/gpu/rehearsal.py).
     """
     if count_gpus() == 0 and not REHEARSAL:
         for item in items:
@@ -82,4 +82,4 @@ def quick_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def pytest_runtest_setup() -> None:
-    machine.cluster_gpus = None  # forget clusters that the test declared or joined
+    machine.cluster_gpus = None  # forget any cluster that the test declared or joined

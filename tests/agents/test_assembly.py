@@ -17,7 +17,7 @@ from openrlhf.core.trajectory import Failure
 from openrlhf.isolation.call import Asked, UserCodeError
 from openrlhf.rollout.sampling import Generation
 
-TOKEN = st.integers(0, 3)  # few different tokens, so that turns look alike
+TOKEN = st.integers(0, 3)  # only a few distinct tokens, so that turns look alike
 # A turn: sampled tokens, followed by the environment's tokens.
 TURN = st.tuples(st.lists(TOKEN, max_size=4), st.lists(TOKEN, max_size=4))
 
@@ -40,7 +40,7 @@ def call(prompt: list[int], tokens: list[int], *, version: int = 0, start: float
 def played(
     prompt: list[int], turns: list[tuple[list[int], list[int]]]
 ) -> tuple[dict[str, Any], list[Asked]]:
-    """Return an executor's result for these turns, and its requests to the engine."""
+    """Return an executor's result for these turns, and the requests it sent to the engine."""
     tokens = list(prompt)
     ranges: list[list[int]] = []
     calls: list[Asked] = []
@@ -203,9 +203,9 @@ def test_invalid_result_raises_an_error_that_shows_the_value(
 def test_unfinished_sample_fails_the_episode_that_uses_it(
     own: bool,
 ) -> None:
-    """The log-probabilities of an unfinished sample are zeros, and must not be trained on.
+    """The log-probabilities of an unfinished sample are all zero and must not be trained on.
 
-    This holds even if the request may belong to another episode.
+    The episode fails even if the request might belong to another episode.
     """
     result, [sample] = played([7], [([1, 2], [])])
     broken = replace(

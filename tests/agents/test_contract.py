@@ -88,7 +88,7 @@ def prompt(text: str = "1+3=", label: Any = "4", index: int = 0) -> Prompt:
 
 
 class Stand:
-    """A generator with agents, and the engine that they sample from.
+    """A generator with agents, plus the engine that the agents sample from.
 
     The step timeout is `LATE_S` seconds for episodes with a label in `late`, and two minutes for
     other episodes.

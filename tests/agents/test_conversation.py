@@ -52,7 +52,7 @@ def user(text: str) -> dict[str, Any]:
 
 
 def started(conversation: Conversation, question: str, answer: str) -> dict[str, Any]:
-    """Send a conversation's first question, and return the reply."""
+    """Send the first question of a conversation and return the reply."""
     conversation.prompt_for(template_inputs([user(question)]))
     return conversation.add_reply(sampled(answer), tools=False)
 
@@ -195,7 +195,7 @@ def test_several_calls_are_extracted_from_the_surrounding_text() -> None:
 
 
 def test_tokenizer_response_template_is_used() -> None:
-    """The template expects different markers around tool calls than the default ones."""
+    """The template's markers around tool calls differ from the default markers."""
     tokenizer = calculator_tokenizer()
     tokenizer.response_template = {
         "defaults": {"role": "assistant"},

@@ -24,7 +24,7 @@ from openrlhf.rollout.sampling import Generation, SamplingParams
 from tests.tiny import character_tokenizer
 
 FILE = Path(__file__).parent / "agent_files/stubborn.py"
-PATIENCE_S = 120.0  # longer than a sample takes on a busy machine
+PATIENCE_S = 120.0  # longer than generating a sample takes on a busy machine
 SPEC = SamplingSpec(purpose="train", rollout=RolloutConfig(), max_len=64, seed=None)
 
 
@@ -59,7 +59,7 @@ def never(asked: asyncio.Event) -> Generate:
 
 
 class Stand:
-    """Agents in one process, and an event loop."""
+    """Agents that share one process, plus an event loop."""
 
     def __init__(self, folder: Path, file: Path = FILE) -> None:
         limits = RolloutConfig(step_timeout=PATIENCE_S, episode_timeout=2 * PATIENCE_S)
@@ -114,7 +114,7 @@ def stand(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Stand]:
 
 @pytest.fixture(scope="module")
 def strict(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Stand]:
-    """Return agent processes that give a cancelled episode half a second to end."""
+    """Return an agent pool that gives a cancelled episode half a second to exit."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(play_module, "CANCELLATION_GRACE_S", 0.5)
         stand = Stand(tmp_path_factory.mktemp("logs"))
@@ -220,7 +220,7 @@ def test_episode_that_ran_out_of_memory_beside_another_is_retried_alone(stand: S
 def test_episodes_retried_alone_run_concurrently(stand: Stand) -> None:
     """After an episode kills its process, each of its four neighbors is retried in its own process.
 
-    The four wait for each other.
+    The four retried episodes wait for each other.
     """
 
     async def together() -> Any:
@@ -246,7 +246,7 @@ def test_blocking_episode_fails_and_its_neighbors_succeed(strict: Stand) -> None
 
 
 async def starting(stand: Stand) -> tuple[asyncio.Task[Any], int]:
-    """Start an episode. Returns when its process is loading the file, with the process's id."""
+    """Start an episode, and return its process's ID once that process is loading the agent file."""
     episode = asyncio.create_task(stand.play("fine"))
     pids = stand.folder / "pids"
     while not (pids.exists() and pids.read_text()):
@@ -255,7 +255,7 @@ async def starting(stand: Stand) -> tuple[asyncio.Task[Any], int]:
 
 
 def loads_slowly(folder: Path, seconds: float) -> Path:
-    """Write an agent file that records its process id, and first takes `seconds` to load."""
+    """Write an agent file that records its process ID and takes `seconds` for its first load."""
     file = folder / "slow.py"
     file.write_text(
         "import os, time\n"

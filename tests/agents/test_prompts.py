@@ -1,4 +1,4 @@
-"""Prompts that are built by the OpenAI endpoint, with a real client, and for environments.
+"""Prompts built by the OpenAI endpoint for a real client, and prompts built for environments.
 
 Every prompt equals the full rendered conversation, or a notice reports where it differs.
 """
@@ -90,7 +90,7 @@ def whole_prompt(engine: ScriptedEngine, messages: list[Any], **options: Any) ->
 
 
 class Agent(OpenAIAgentExecutor):
-    """An executor that runs a test's coroutine with a client for its session."""
+    """An executor that runs a test's coroutine with an OpenAI client for the session."""
 
     def __init__(self, conversation: Any) -> None:
         super().__init__()
@@ -124,7 +124,7 @@ def play(
 
 
 def refusal_of(conversation: Any, engine: ScriptedEngine) -> APIStatusError:
-    """Return the API error with which a conversation ends."""
+    """Return the API error that ends a conversation."""
     seen: list[APIStatusError] = []
 
     async def asks(client: AsyncOpenAI) -> None:
@@ -146,7 +146,7 @@ def user(text: str) -> dict[str, Any]:
 
 
 async def say(client: AsyncOpenAI, messages: list[Any], **more: Any) -> dict[str, Any]:
-    """Send a request. Returns the reply as a message of the next request."""
+    """Send a request, and return the reply as a message that the next request can include."""
     if not more.get("stream"):
         answer = await client.chat.completions.create(model="policy", messages=messages, **more)
         return answer.choices[0].message.model_dump(exclude_none=True)
@@ -201,7 +201,7 @@ class Request:
 
 
 def check_prompts(engine: ScriptedEngine, requests: list[Request], notices: dict[str, str]) -> None:
-    """Assert that prompts keep sampled tokens, and are full renderings unless there is a notice."""
+    """Assert that prompts keep sampled tokens and, if there is no notice, are full renderings."""
     for turn, request in enumerate(requests):
         prompt = engine.prompts[turn]
         sampled = [False] * len(prompt)
@@ -217,7 +217,7 @@ def check_prompts(engine: ScriptedEngine, requests: list[Request], notices: dict
 
 @st.composite
 def replies(draw: st.DrawFn, tokenizer: PreTrainedTokenizerBase) -> tuple[list[int], str]:
-    """Draw a sample, tokenized normally or by characters, with an end token or truncated."""
+    """Draw a sample, tokenized normally or by character, that has an end token or is truncated."""
     special = st.sampled_from(["ab! c", '<tool_call>{"name": "zebra"}</tool_call>'])
     text = draw(st.one_of(WORDS, special))
     tokens: list[int] = []
@@ -296,7 +296,7 @@ def test_template_with_end_markers_gives_the_full_rendering_without_a_notice(
     assert len(engine.prompts) == 3
 
 
-# Fields of a request
+# Request fields
 
 READ = {
     "messages": [user("b")],
@@ -510,7 +510,7 @@ def test_changed_tools_start_a_new_conversation(first: Any, second: Any) -> None
     assert (len(result["earlier"]), list(result["notices"])) == (1, ["conversation"])
 
 
-# Several conversations of one episode
+# Several conversations in one episode
 
 
 def test_summary_starts_a_new_conversation_within_the_episode() -> None:

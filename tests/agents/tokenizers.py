@@ -77,7 +77,7 @@ def byte_level() -> Qwen2Tokenizer:
 def llama(*, legacy: bool) -> LlamaTokenizer:
     """Return a tokenizer like Llama-2's.
 
-    It puts a space before the text, and with `legacy` also after each special token.
+    The tokenizer adds a space before the text and, if `legacy` is set, after each special token.
     """
     learned, merges = _merges(pre_tokenizers.Metaspace(prepend_scheme="first"), CHARACTERS)
     pieces = ["<unk>", "<s>", "</s>", *(f"<0x{byte:02X}>" for byte in range(256)), *learned]

@@ -77,14 +77,14 @@ def test_estimators_declare_their_requirements() -> None:
         ("reinforce", [1.0, 0.0, 0.0, 3.0, 5.0]),
         ("reinforce_baseline", [2 / 3, -1 / 3, -1 / 3, -1.0, 1.0]),
         ("dr_grpo", [2 / 3, -1 / 3, -1 / 3, -1.0, 1.0]),
-        ("rloo", [1.0, -1 / 2, -1 / 2, -2.0, 2.0]),  # means of the other rewards: 0, ½, ½ and 5, 3
+        ("rloo", [1.0, -1 / 2, -1 / 2, -2.0, 2.0]),  # the others' means are 0, ½, ½ and 5, 3
         ("group_norm", [2 * 3**-0.5, -(3**-0.5), -(3**-0.5), -(0.5**0.5), 0.5**0.5]),
     ],
 )
 def test_reward_shaping_matches_a_worked_example_with_two_prompts(
     name: str, expected: list[float]
 ) -> None:
-    """Rewards 1, 0, 0 (mean ⅓, std √⅓) and 3, 5 (mean 4, std √2), in any order of samples."""
+    """The rewards are 1, 0, 0 (mean ⅓, std √⅓) and 3, 5 (mean 4, std √2), in any sample order."""
     groups = [7, 7, 7, 2, 2]
     assert shaped(name, [1.0, 0.0, 0.0, 3.0, 5.0], groups).tolist() == pytest.approx(expected)
     mixed = shaped(name, [3.0, 0.0, 1.0, 5.0, 0.0], [2, 7, 7, 2, 7]).tolist()
@@ -146,7 +146,7 @@ def test_reward_shaping_does_not_depend_on_sample_order(
 def test_equal_rewards_are_shaped_to_exactly_zero(
     name: str, reward: float, dtype: torch.dtype
 ) -> None:
-    """In float32 the mean of eight 0.1s is not 0.1, and the error divided by its std is large."""
+    """In float32 the mean of eight 0.1s is not 0.1, and the tiny std would amplify the error."""
     result = shaped(name, [reward] * 8 + [0.0, 1.0], [0] * 8 + [1, 1], dtype)
     assert not result[:8].any()
     assert result[8:].all()
@@ -179,7 +179,7 @@ def test_missing_reward_raises_an_error_with_its_index(reward: float) -> None:
 
 
 def test_gae_matches_a_worked_example() -> None:
-    """γ = ½, λ = ½, rewards 0, 0, 8, values 4, 2, 6.
+    """With γ = ½ and λ = ½, the rewards are 0, 0, 8 and the values 4, 2, 6.
 
     δ = 0 + ½·2 − 4, 0 + ½·6 − 2, 8 − 6 = −3, 1, 2.
     Â_3 = 2, Â_2 = 1 + ¼·2 = 1.5, Â_1 = −3 + ¼·1.5 = −2.625.
@@ -225,7 +225,7 @@ steps = st.lists(st.tuples(quarters, quarters, st.booleans()), min_size=1, max_s
 def test_gae_matches_the_reference_for_any_rows_and_masks(
     block: list[list[tuple[float, float, bool]]], gamma: float, lam: float
 ) -> None:
-    """Rows have different lengths; values in the right padding must not be read."""
+    """Rows have different lengths, and the values in their right padding must not be read."""
     width = max(map(len, block))
     padded = [row + [(99.0, -99.0, False)] * (width - len(row)) for row in block]
     rewards, values, mask = (
@@ -312,7 +312,7 @@ def test_credit_assignment_with_mismatched_shapes_raises_an_error() -> None:
 def test_every_estimator_matches_the_reference_from_reward_to_advantage(
     name: str, kl_coef: float, scale: bool
 ) -> None:
-    """The experience maker's steps are compared with the same steps of the reference loops."""
+    """The experience maker's steps are compared with the same steps in the reference loops."""
     estimator = ADVANTAGE_ESTIMATORS[name]
     kl, values, mask = random_block()
     rewards, groups = [0.1, 0.9, 0.4, 12.5, -30.0], [0, 0, 0, 1, 1]

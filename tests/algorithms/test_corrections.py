@@ -1,4 +1,4 @@
-"""Correction for the mismatch between the sampling engine and the trainer."""
+"""Corrections for the mismatch between the sampling engine and the trainer."""
 
 from itertools import product
 from typing import cast, get_args
@@ -14,7 +14,7 @@ from openrlhf.config.choices import CORRECTIONS
 from tests.reference import policy
 
 COMBINATIONS = list(product(get_args(Level), get_args(Mode)))
-# Log-ratios of a row's tokens, and whether each was sampled; sums of eighths are exact.
+# Log-ratios of a row's tokens, and whether each token was sampled. Sums of eighths are exact.
 rows = st.lists(
     st.tuples(st.integers(-24, 24).map(lambda n: n / 8), st.booleans()), min_size=1, max_size=8
 )

@@ -15,7 +15,7 @@ DRAW = torch.Generator().manual_seed(0)
 def test_load_balancing_loss_of_equally_used_experts_is_top_k() -> None:
     """Each of four tokens chooses a different one of four experts with certainty.
 
-    Shares and mean probabilities are ¼, and 4 · 4 · ¼ · ¼ = 1.
+    All shares and mean probabilities are ¼, so the loss is 4 · 4 · ¼ · ¼ = 1.
     """
     assert float(load_balancing_loss([100 * torch.eye(4)], top_k=1)) == pytest.approx(1.0)
     assert float(

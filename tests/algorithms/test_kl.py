@@ -87,7 +87,7 @@ def test_kl_estimate_and_gradient_are_finite_for_any_log_ratio(estimator: str, x
 
 @pytest.mark.parametrize("estimator", ESTIMATORS)
 def test_kl_estimates_pass_gradcheck(estimator: str) -> None:
-    """The points lie inside the bounds, at them (±20 nats before, ±10 after) and beyond.
+    """The points lie inside, at and beyond the bounds (±20 nats on the input, ±10 on the estimate).
 
     Beyond the bounds the gradient is zero.
     """

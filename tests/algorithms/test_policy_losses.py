@@ -65,9 +65,9 @@ def gradient(name: str, block: Block, **clip: Any) -> Tensor:
     ("ratio", "advantage", "dual_clip", "expected", "clipped"),
     [
         (1.1, 2.0, None, -2.2, False),  # inside the range
-        (1.5, 2.0, None, -2.56, True),  # gains stop at 1.28
+        (1.5, 2.0, None, -2.56, True),  # the gain is capped at a ratio of 1.28
         (0.5, 2.0, None, -1.0, False),  # a good token that became less likely keeps its gradient
-        (0.5, -2.0, None, 1.6, True),  # losses stop at 0.8
+        (0.5, -2.0, None, 1.6, True),  # the loss is capped at a ratio of 0.8
         (1.5, -2.0, None, 3.0, False),  # a bad token that became more likely keeps its gradient
         (9.0, -2.0, None, 18.0, False),
         (9.0, -2.0, 3.0, 6.0, False),  # a bad token's loss is bounded by the dual clip
@@ -103,7 +103,7 @@ def test_cispo_weights_the_log_probability_by_the_clipped_ratio(
 
 
 def test_gspo_uses_one_ratio_per_sequence() -> None:
-    """Log-ratios 0.3 and −0.1 have mean 0.1; the token outside the mask has no effect."""
+    """The log-ratios 0.3 and −0.1 have mean 0.1, and the token outside the mask has no effect."""
     old = torch.zeros(1, 3)
     mask = torch.tensor([[True, True, False]])
     loss = loss_of("gspo", (torch.tensor([[0.3, -0.1, 5.0]]), old, torch.ones(1, 3), mask))
@@ -142,9 +142,9 @@ def test_policy_losses_match_the_reference(
 
 @pytest.mark.parametrize("name", LOSSES)
 def test_surrogate_gradient_equals_reinforce_at_ratio_1(name: str) -> None:
-    """∂ℓ_t / ∂ log π_t = −Â_t; for gspo it is the mean over the sequence.
+    """The gradient ∂ℓ_t / ∂ log π_t is −Â_t; for GSPO it is the mean over the sequence.
 
-    The tokens of a sequence share a ratio.
+    In GSPO all tokens of a sequence share one ratio.
     """
     _, old, advantages, mask = random_block()
     expected = -advantages.masked_fill(~mask, 0)
@@ -277,7 +277,7 @@ def test_dual_clip_only_bounds_the_loss_of_negative_advantages(
     [
         (1.3, 2.0, 0.5 * 0.49),  # within ±0.5 of the old value 1
         (2.0, 2.0, 0.5 * 0.25),  # correct but too far from the old value, so clipped to 1.5
-        (2.0, 0.0, 0.5 * 4.0),  # wrong and far from the old value, so the unclipped error is larger
+        (2.0, 0.0, 0.5 * 4.0),  # wrong and far from the old value, so the error is not clipped
     ],
 )
 def test_value_loss_matches_a_worked_example(value: float, target: float, expected: float) -> None:
@@ -370,7 +370,7 @@ def test_loss_and_gradient_do_not_depend_on_the_micro_batch_split(
     correction = Correction(level="geometric", mode="mask", low=0.8, high=1.25)
 
     def share(rows: list[int]) -> tuple[Tensor, Tensor, float]:
-        """Return these rows' per-token terms, their weighted sum, and the count."""
+        """Return these rows' per-token loss terms, the weighted sum of the terms, and the count."""
         terms = loss_of(name, (logprobs[rows], old[rows], advantages[rows], mask[rows])).per_token
         if corrected:
             terms = terms * correction_weights(old[rows], rollout[rows], mask[rows], correction)[0]

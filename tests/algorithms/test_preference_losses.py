@@ -1,6 +1,6 @@
 """Losses for pairs and labeled answers.
 
-They are compared with a loop over single pairs and with finite differences.
+The losses are compared with a loop over single pairs, their gradients with finite differences.
 """
 
 from __future__ import annotations
@@ -71,7 +71,7 @@ def test_preference_loss_with_equal_log_ratios_is_log_2() -> None:
 def test_preference_losses_and_gradients_are_finite_for_any_log_ratio(
     name: str, sums: tuple[float, float]
 ) -> None:
-    """This includes an answer whose probability is 1, which has infinite odds."""
+    """The cases include an answer with probability 1, which has infinite odds."""
     chosen, rejected = (torch.tensor([number], requires_grad=True) for number in sums)
     ones = torch.ones(1, 2)
     pairs = Judged(policy=torch.stack([chosen, rejected], 1), reference=-ones, tokens=ones)

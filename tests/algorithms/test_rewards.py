@@ -14,7 +14,7 @@ from openrlhf.algorithms.rewards import (
 )
 from tests.reference import credit
 
-# Two turns around a tool response; a row without actions; a row with only actions.
+# One row has two turns around a tool response, one has no actions, and one has only actions.
 MASK = torch.tensor(
     [
         [False, True, True, False, True, False],
@@ -76,7 +76,7 @@ def test_last_action_of_each_row_is_marked() -> None:
 
 
 def test_token_rewards_match_a_worked_example() -> None:
-    """β = 0.1 subtracts 0.1 · kl from every action token; the last one gets the outcome of 5."""
+    """β = 0.1 subtracts 0.1 · kl from every action token; the last one also gets the reward, 5."""
     kl = torch.tensor([[9.0, 1.0, 2.0, 9.0, 3.0, 9.0]])
     rewards = token_rewards(torch.tensor([5.0]), kl, MASK[:1], 0.1)
     assert torch.allclose(rewards, torch.tensor([[0.0, -0.1, -0.2, 0.0, 4.7, 0.0]]))

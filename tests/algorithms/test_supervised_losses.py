@@ -50,7 +50,7 @@ def test_token_nll_matches_softmax_and_passes_gradcheck() -> None:
 
 @pytest.mark.parametrize("best", [None, 2])
 def test_distillation_loss_passes_gradcheck(best: int | None) -> None:
-    """The loss also equals the sum over the teacher's tokens, written out.
+    """The loss also equals an explicit sum over the teacher's tokens.
 
     The teacher's probabilities of its top tokens sum to 1.
     """
@@ -129,9 +129,9 @@ def test_pairwise_loss_matches_the_reference_and_depends_only_on_differences(
 
 @pytest.mark.parametrize("top_k", [False, True])
 def test_token_excluded_by_teacher_and_student_adds_no_loss(top_k: bool) -> None:
-    """An example is padding of the vocabulary.
+    """Vocabulary padding is an example of such a token.
 
-    The other tokens give the same loss as without it, and a finite gradient.
+    The remaining tokens give the same loss as without the excluded token, and a finite gradient.
     """
     teacher = torch.tensor([[0.5, -torch.inf, 1.5, -0.5]], dtype=torch.float64)
     logits = torch.tensor([[1.0, -torch.inf, 0.0, 2.0]], dtype=torch.float64, requires_grad=True)

@@ -72,7 +72,7 @@ def test_whitening_matches_the_reference(scale: bool) -> None:
     assert masked_whiten(x, mask, scale=scale).tolist() == pytest.approx(expected, abs=1e-6)
 
 
-# Quarters are exact in binary; the second value says whether the mask includes the number.
+# Quarters are exact in binary. The boolean tells whether the mask includes the number.
 masked = st.lists(
     st.tuples(st.integers(-40, 40).map(lambda n: n / 4), st.booleans()), min_size=1, max_size=20
 )
@@ -102,7 +102,7 @@ def test_whitened_values_have_mean_zero_and_variance_one(
 
 
 def test_whitening_applies_the_minimum_variance() -> None:
-    """Two values 2e-5 apart have variance 1e-10, raised to 1e-8: they become ±0.1 instead of ±1."""
+    """Two values 2e-5 apart have variance 1e-10; raising it to 1e-8 gives ±0.1 instead of ±1."""
     x = torch.tensor([0.0, 2e-5])
     assert torch.allclose(
         masked_whiten(x, torch.ones(2, dtype=torch.bool)), torch.tensor([-0.1, 0.1])
@@ -172,9 +172,9 @@ def test_logprobs_and_entropy_match_the_reference(temperature: float) -> None:
 
 @pytest.mark.parametrize("temperature", [0.3, 1.0, 1.7])
 def test_logprobs_and_entropy_describe_the_same_distribution(temperature: float) -> None:
-    """Over all tokens the probabilities sum to 1, and the mean of −log π is the entropy.
+    """Probabilities over all tokens sum to 1, and the mean of −log π under π is the entropy.
 
-    This holds at every temperature.
+    Both identities hold at every temperature.
     """
     hidden, weight, bias, _ = head_inputs(rows=4)
     every = torch.arange(5)
@@ -248,7 +248,7 @@ def test_inputs_without_requires_grad_get_no_gradient() -> None:
 def test_bfloat16_states_are_scored_in_float32_and_get_a_bfloat16_gradient(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """If summed over 1024 chunks in bfloat16, the weight's gradient would have an error of 4 %."""
+    """Summing the weight's gradient over 1024 chunks in bfloat16 would cause an error of 4 %."""
     monkeypatch.setattr(tensors, "CHUNK_LOGITS", 256)
     generator = torch.Generator().manual_seed(0)
     hidden = torch.randn(2048, 16, generator=generator).bfloat16().requires_grad_()

@@ -1,7 +1,7 @@
-"""Saves that are killed, or run out of disk space, at any file operation keep older checkpoints.
+"""A save that is killed or runs out of disk space at any file operation keeps older checkpoints.
 
-Run as a script, this file kills real processes (`drive`); the tests examine the files they leave
-behind.
+When run as a script, this file kills real processes (`drive`). The tests examine the files that
+those processes leave behind.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ DELETE = ["unlink", "rmdir"]
 
 
 class RankError(Exception):
-    """The error of a rank that could not write its part."""
+    """The error of a rank that could not write its part of a checkpoint."""
 
 
 def manager_of(root: Path) -> CheckpointManager:
@@ -55,8 +55,9 @@ def save(root: Path | CheckpointManager, step: int, label: str, **begin: bool) -
 
 
 def newest_label(manager: CheckpointManager) -> str | None:
-    """Return the label of `latest()`; check that each checkpoint is complete and from a single
-    save.
+    """Return the label of `latest()`.
+
+    Check that each checkpoint is complete and comes from a single save.
     """
     newest = manager.latest()
     for checkpoint in manager.checkpoints():
@@ -68,7 +69,7 @@ def newest_label(manager: CheckpointManager) -> str | None:
 
 
 Step = Callable[[Path], None]
-# The earlier saves, and the save that fails.
+# The successful earlier saves, and the save that fails.
 SCENARIOS: dict[str, tuple[list[Step], Step]] = {
     "first save": ([], lambda root: save(root, 1, "new", hf=True)),
     "next save evicts": (
@@ -154,7 +155,7 @@ def survives_kill(action: Step, root: Path, at: int) -> bool:
 
 
 def drive(base: Path) -> None:
-    """Create `base/<scenario>/<k>`, left by a kill at operation k; the last one finishes."""
+    """Create `base/<scenario>/<k>` by killing a save at operation k, until a save finishes."""
     for name, (setting, action) in SCENARIOS.items():
         before = base / name / "000"
         before.mkdir(parents=True)
@@ -174,7 +175,7 @@ def no_waiting_for_the_disk(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.fixture(scope="module")
 def memory() -> Iterator[Path]:
-    """Return a directory in memory if possible: the tests create over ten thousand files."""
+    """Return an in-memory directory if possible, because the tests create over 10,000 files."""
     shared = "/dev/shm"
     with tempfile.TemporaryDirectory(dir=shared if os.access(shared, os.W_OK) else None) as path:
         yield Path(path)
@@ -264,7 +265,7 @@ def test_recovery_can_be_repeated_after_a_kill_at_any_operation(
     monkeypatch.setattr(os, "scandir", Sorted)
 
     class Dead(BaseException):
-        """An error at all operations from the fatal one on, which is equivalent to a kill."""
+        """An error at the fatal operation and at all later ones, which is equivalent to a kill."""
 
     for before in killed(wreckage, scenario)[::4]:
         labels: set[str | None] = set()

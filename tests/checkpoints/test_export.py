@@ -34,7 +34,7 @@ from openrlhf.models.stored_files import check_can_be_exported
 from tests.checkpoints.kept import checkpoints_in
 from tests.tiny import character_tokenizer, save_tiny_model
 
-# Values that models come with: in generation_config.json, and in config.json if the model has no
+# Values that models ship in generation_config.json, or in config.json if the model has no
 # generation_config.json.
 CONTRADICTIONS: list[dict[str, Any]] = [
     {"temperature": 0.9, "top_p": 0.6},

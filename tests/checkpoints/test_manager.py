@@ -1,4 +1,4 @@
-"""Checkpoints that are kept, found and rejected.
+"""Which checkpoints are kept, found and rejected.
 
 Crashes and full disks are tested in `test_crash_safety.py`.
 """
@@ -36,8 +36,9 @@ def no_waiting_for_the_disk(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def fill(staged: StagedCheckpoint, text: str = "weights") -> None:
-    """Write the ranks' files: the files in `<directory>/<tag>`, DeepSpeed's `latest`, and an
-    export.
+    """Write the ranks' files.
+
+    They are the files in `<directory>/<tag>`, DeepSpeed's `latest`, and an export.
     """
     for place in staged.places:
         path = staged.directory / place / "model_states.pt"
@@ -198,7 +199,7 @@ def test_latest_returns_the_newest_save_regardless_of_type_and_step(
 ) -> None:
     manager = checkpoints_in(tmp_path, max_num=9)
     for step, best in [(10, False), (10, True), (20, False), (5, False), (4, True)]:
-        # Step 5 after 20, because a new run uses an older run's path.
+        # Step 5 comes after step 20 because a new run uses an older run's path.
         checkpoint = save(manager, step, best=best)
         assert checkpoints_in(tmp_path).latest() == checkpoint
 
@@ -289,7 +290,7 @@ def test_directories_of_other_programs_are_skipped_and_never_deleted(tmp_path: P
 
 
 def listed(*rows: tuple[str, float | None, float], key: str = "eval_pass1") -> list[Checkpoint]:
-    """Return checkpoints from (tag, metric, GiB), oldest first."""
+    """Return a checkpoint for each (tag, metric, GiB), oldest first."""
     return [
         Checkpoint(
             directory=Path("/"),
@@ -522,7 +523,7 @@ def test_check_room_compares_free_space_with_the_limits_set_by_flags(
     max_mem: float,
     ends: str,
 ) -> None:
-    """A checkpoint takes 100 GiB; during a save there is one more than --ckpt.max_num."""
+    """A checkpoint takes 100 GiB, and a save needs room for --ckpt.max_num + 1 checkpoints."""
     manager = CheckpointManager(
         CheckpointConfig(path=str(tmp_path / "new"), max_num=max_num, max_mem=max_mem)
     )
@@ -548,7 +549,7 @@ def test_check_room_accepts_a_file_system_that_does_not_report_its_size(
 def test_full_disk_during_a_save_is_reported_as_such(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """torch only reports an unexpected file position."""
+    """When the disk is full, torch reports only an unexpected file position."""
     manager = checkpoints_in(tmp_path)
     staged = manager.begin(2)
 
@@ -603,7 +604,7 @@ def test_save_succeeds_even_if_older_checkpoints_cannot_be_deleted(
         second = save(manager, 2)
     assert str(tmp_path / ".tmp-global_step1") in capsys.readouterr().err
     assert manager.latest() == second
-    assert not list(tmp_path.glob(".*"))  # removed by the next call of the manager
+    assert not list(tmp_path.glob(".*"))  # the manager's next call removed the leftovers
 
 
 # ---------------------------------------------------------------- hashes

@@ -41,7 +41,7 @@ def trained_model(
     spec = load_spec(path=path, param_dtype=dtype, attention="sdpa", packing=True, lora=FORMS[form])
     hf: Any = load_scalar(spec, head_prefix="value", seed=1).hf if scalar else load_causal_lm(spec)
     if dtype == "bf16":
-        hf.to(torch.bfloat16)  # the rounding that training applies to new weights
+        hf.to(torch.bfloat16)  # training rounds new weights in the same way
     draw = torch.Generator().manual_seed(1)
     with torch.no_grad():
         for parameter in hf.parameters():
@@ -60,7 +60,7 @@ def export(
     noise: float = 0.0,
     final: bool = True,
 ) -> None:
-    """Export a model with `noise` in its logits, in standard deviations of the logits."""
+    """Export a model with noise added to its logits; `noise` is in units of the logits' std."""
     tensors = (trained_tensors if hasattr(hf, "peft_config") else whole_tensors)(hf)
     logits = None
     if final:
@@ -126,7 +126,7 @@ def rename(weights: dict[str, Tensor]) -> None:
 
 
 def nudge(weights: dict[str, Tensor]) -> None:
-    """Change the last bit of one value."""
+    """Change the least significant bit of one value."""
     flat = weights[first(weights)].view(torch.int32).view(-1)
     flat[-1] += 1
 

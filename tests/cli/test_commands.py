@@ -109,9 +109,9 @@ def test_cpu_build_is_found_under_its_package_name(
 def test_user_error_is_printed_once_per_machine(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The launcher stops the other processes while they wait.
+    """Processes other than the first wait before they print an error.
 
-    A process that is not the first prints only errors that occur in it alone.
+    If the first process has the same error, the launcher stops the others while they wait.
     """
     waits: list[float] = []
 
@@ -422,7 +422,7 @@ VALUES = {
 
 
 def writing_to(command: str, places: dict[str, str]) -> Any:
-    """Return a configuration of a command that writes to the given paths, by flag."""
+    """Return a command's configuration that writes to the given paths, keyed by flag."""
     root = COMMANDS[command]
     given = {path: value for path, value in (VALUES | places).items() if path in flags_of(root)}
     return amend(root(), given | {"given": given})
@@ -450,7 +450,7 @@ def test_output_locked_by_another_process_is_rejected(tmp_path: Path) -> None:
                 for output in outputs(writing_to(command, taken)):
                     (path,) = [path for path in flags if output.path.startswith(taken[path])]
                     if command == "lora_combiner":
-                        # The command's output is a folder, and the process holds a file of that
+                        # The command's output is a folder, and the process has a file with that
                         # name.
                         continue
                     tried += 1

@@ -27,7 +27,7 @@ class Hungry:
 
 @pytest.fixture
 def hungry() -> Iterator[Any]:
-    """Start Ray with a limit of 2 % above the memory in use, and yield an actor."""
+    """Start Ray with a memory limit 2 % above current use, and yield an actor."""
     threshold = psutil.virtual_memory().percent / 100 + 0.02
     limits = {"memory_usage_threshold": threshold, "memory_monitor_refresh_ms": 100}
     ray.init(

@@ -39,7 +39,7 @@ plans = st.tuples(
 
 
 def allowed(plan: Placement, cluster: list[Machine], places: Places) -> bool:
-    """Return True if an assignment satisfies every rule. Independent of the implementation."""
+    """Return True if an assignment satisfies every rule, without using the implementation."""
     used: Counter[str] = Counter()
     fast: Counter[str] = Counter()
     for each in plan.groups:

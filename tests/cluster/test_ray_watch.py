@@ -1,4 +1,4 @@
-"""Monitoring of Ray processes: deaths, restarts, reset connections, and closing the watch."""
+"""The watch on Ray processes: deaths, restarts, reset connections, and closing it."""
 
 from __future__ import annotations
 

@@ -64,7 +64,7 @@ def group() -> Iterator[WorkerGroup]:
     host: Any = ray.remote(Host)
     actors = [host.options(num_cpus=0).remote(rank) for rank in range(4)]
     logs = [f"host-{rank}.log" for rank in range(4)]
-    hosts = HostHandles.__new__(HostHandles)  # without starting processes
+    hosts = HostHandles.__new__(HostHandles)  # created without starting processes
     hosts.layout = RankLayout(dp=2, tp=2)
     hosts.actors = actors
     hosts.logs = logs
@@ -93,7 +93,7 @@ def test_broadcast_reaches_every_rank(group: WorkerGroup) -> None:
 
 
 def test_gather_raises_error_from_any_rank_of_a_slice(group: WorkerGroup) -> None:
-    """The error message is unchanged; the error with the worker's traceback is its cause."""
+    """The error's message is unchanged, and its cause is the error with the worker's traceback."""
     with pytest.raises(ValueError) as raised:
         gather(group.launch(Worker.fail_on_rank_3, [1, 2]), timeout_s=240, doing="fail")
     assert str(raised.value) == "rank 3 cannot"

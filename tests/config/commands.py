@@ -1,4 +1,4 @@
-"""The smallest valid command lines, and helpers that parse longer ones."""
+"""Minimal valid command lines, and helpers that parse longer ones."""
 
 from __future__ import annotations
 
@@ -67,7 +67,7 @@ SMALLEST: dict[str, str] = {
 def read_flags(
     root: type[Any], argv: Sequence[str], *, command: str
 ) -> tuple[dict[str, Any], list[str]]:
-    """Return a command line's values and notices before values are derived and rules are checked.
+    """Return a command line's values and notices before values are derived or rules are checked.
 
     Raises ConfigError.
     """
@@ -78,9 +78,9 @@ def read_flags(
 
 
 def parse(command: str, line: str = "") -> Any:
-    """Return the configuration of the smallest command line with `line` appended."""
+    """Return the configuration parsed from a minimal command line with `line` appended."""
     smallest = SMALLEST[command]
-    if "--reward.remote_url" in line:  # two kinds of rewards would be refused
+    if "--reward.remote_url" in line:  # two kinds of rewards would be rejected
         smallest = smallest.replace("--reward.verifier math", "")
     return parse_config(ROOTS[command], [*smallest.split(), *line.split()], command=command)
 
@@ -94,7 +94,7 @@ def ppo(line: str = "") -> PPOConfig:
 
 
 def violations(command: str, line: str) -> list[str]:
-    """Return the violations of the smallest command line with `line` appended."""
+    """Return the violations found when `line` is appended to a minimal command line."""
     try:
         parse(command, line)
     except ConfigError as error:

@@ -1,4 +1,4 @@
-"""The machine that tests see: no GPU and no launcher, unless a test requests them."""
+"""Fixtures for the machine that tests see: no GPU or launcher unless a test requests one."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ def plain_machine(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.fixture
 def gpu_machine(monkeypatch: pytest.MonkeyPatch) -> Callable[..., None]:
-    """Return a function that simulates GPUs, with or without the package flash-attn."""
+    """Return a function that simulates GPUs, with or without the flash-attn package."""
 
     def have(gpus: int, *, flash_attention: bool = True) -> None:
         monkeypatch.setattr(machine, "installed_gpus", lambda: gpus)

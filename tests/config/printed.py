@@ -1,6 +1,6 @@
-"""Commands copied verbatim from pages about the project.
+"""Commands copied verbatim from published pages about the project.
 
-Each entry lists the errors of the printed command, and the flags that fix them.
+Each entry lists the errors that the printed command causes, and the flags that fix them.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ NO_GROUPS = (
 class Printed:
     """A printed command.
 
-    `lacks` has the beginning of each error, one per flag of `missing`; `not_yet` has the
+    `lacks` has the beginning of each error, one per flag in `missing`; `not_yet` lists the
     unsupported features.
     """
 

@@ -23,7 +23,7 @@ Explicit = frozenset[str]
 
 
 def resolved(config: Any, *explicit: str) -> tuple[Any, str]:
-    """Resolve a configuration built in code, which may have flags that are refused today.
+    """Resolve a configuration built in code, which may set flags that commands reject.
 
     `explicit`: the flags that count as given by the user.
     """
@@ -33,7 +33,7 @@ def resolved(config: Any, *explicit: str) -> tuple[Any, str]:
 
 
 def rl(**values: Any) -> PPOConfig:
-    """Return an RL configuration with values by path, where two underscores stand for a dot."""
+    """Return an RL configuration with values given by path; two underscores stand for a dot."""
     return amend(PPOConfig(), {path.replace("__", "."): value for path, value in values.items()})
 
 

@@ -1,6 +1,6 @@
 """Every flag of every command has an effect.
 
-Setting a flag changes a component's settings, prints a notice, or is refused by name.
+Setting a flag changes a component's settings, prints a notice, or is rejected by name.
 
 The settings of all components are created from a resolved configuration, without starting any
 component. Passing a whole section to a component proves nothing, because the component may ignore a
@@ -53,7 +53,7 @@ LINES = SMALLEST | {
 EVERY_FLAG = [(command, path) for command, root in COMMANDS.items() for path in flags_of(root)]
 
 NOT_YET = "not available yet"
-# Arguments that set a flag to a value with an effect, for flags whose other values break a rule or
+# Arguments that set a flag to an effective value, for flags whose other values break a rule or
 # change nothing.
 VALUES = {
     "algo.correction.mode": "--algo.correction.mode mask",
@@ -65,18 +65,18 @@ VALUES = {
     "critic.freezing_steps": "--critic.freezing_steps 2",
     "plugin": "",
 }
-# Other arguments that a flag needs to have an effect.
+# Additional arguments without which a flag has no effect.
 BESIDE = {
     "algo.correction.mode": "--algo.correction.level token --algo.correction.band 0.5 2",
     "vllm.disable_prefix_caching": "--rollout.n_samples_per_prompt 2",
     "vllm.enable_prefix_caching": "--eval.n_samples_per_prompt 1",
 }
-# Requirements in notices that are more than a flag's name, and the arguments that meet them.
+# Requirements that notices describe in words instead of a flag name, and arguments that meet them.
 ASKED_FOR = {
     "--ckpt.save_steps": "--ckpt.save_steps 1",
     "a critic (--algo.advantage.estimator gae)": "--algo.advantage.estimator gae",
 }
-# Modules that receive whole sections or read flags, by command. Each flag must appear in one of
+# By command, the modules that receive whole sections or read flags. Each flag must appear in one of
 # them as `section.flag`.
 TRAINING = (
     "launch.offline trainers.tasks trainers.supervised trainers.best observability.recorder "
@@ -110,7 +110,7 @@ READERS = {
     "interactive_chat": "evaluation.chat launch.prompt_data launch.settings models.loading",
     "pipeline": "launch.pipeline",
 }
-# Other names of a section in those modules.
+# Other variable names for a section in the modules above.
 ALSO_CALLED = {
     "eval": {"evaluation"},
     "reward": {"flags", "rule"},
@@ -119,7 +119,7 @@ ALSO_CALLED = {
     "kto": {"flags"},
     "critic": {"optimizer"},
 }
-# Flags that have their effect elsewhere, with the test that shows it.
+# Flags that take effect elsewhere, and the test that shows the effect of each.
 SHOWN_BY = {
     "model.ipo_enable": "config/test_derived.py::test_the_switch_of_ipo_is_its_loss",
     "plugin": "config/test_plugins.py::test_names_of_a_plugin_are_valid_and_its_properties_count",
@@ -151,7 +151,7 @@ def other_words(flag: Flag) -> str:
 
 
 def resolved(command: str, line: str) -> tuple[Any, list[str]]:
-    """Return the configuration of the smallest command line with `line`, and the notices."""
+    """Return the configuration of a minimal command line with `line` appended, and the notices."""
     words = [*LINES[command].split(), *line.split()]
     given, _ = read_flags(COMMANDS[command], words, command=command)
     return amend(COMMANDS[command](), {**given, "given": given}).resolve(command=command)
@@ -248,7 +248,7 @@ def everything(config: Any) -> list[Any]:
 
 
 def reason(notices: list[str], path: str) -> str:
-    """Return why a flag has no effect according to the notices.
+    """Return the reason that the notices give for a flag without effect.
 
     A reason is, for example, "without --ds.zero_stage 2 or 3".
     """
@@ -262,7 +262,7 @@ def reason(notices: list[str], path: str) -> str:
 def followed(command: str, advice: str) -> str:
     """Return the arguments that follow the first suggestion in a notice.
 
-    For "--ds.zero_stage 2 or 3", these arguments set the value 2.
+    For "--ds.zero_stage 2 or 3", these arguments set the flag to 2.
     """
     flags, first = flags_of(COMMANDS[command]), advice.partition(" or ")[0]
     if first in ASKED_FOR:

@@ -1,6 +1,6 @@
 """Configuration files: reading them with --config, and writing them to the run folder.
 
-Reading the written file gives the same configuration.
+Reading a written file back gives the same configuration.
 """
 
 from __future__ import annotations
@@ -79,7 +79,7 @@ def test_resolved_file_is_refused_as_a_configuration_file(tmp_path: Path) -> Non
         load("train_ppo_ray", file)
 
 
-# Values that a run derived, and a flag that must change them when the run's file is used again.
+# Values derived by a run, and a flag that must change them when the run's file is used again.
 FOLLOWED = [
     ("", "--ds.param_dtype fp32", "vllm.dtype", "fp32"),
     ("", "--actor.policy_loss_type cispo", "actor.eps_clip_low_high", (1.0, 0.28)),
@@ -150,7 +150,7 @@ def test_flags_take_precedence_over_the_file(tmp_path: Path) -> None:
 
 
 def test_yaml_value_types_are_converted(tmp_path: Path) -> None:
-    """YAML reads 1e-6 as a string, 1 as an integer and on as a boolean."""
+    """YAML reads `1e-6` as a string, `1` as an integer and `on` as a boolean."""
     file = tmp_path / "run.yaml"
     file.write_text(dump_yaml(ppo()))
     content = yaml.safe_load(file.read_text())
@@ -256,7 +256,7 @@ def home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 def test_leading_tilde_is_expanded_in_a_file_and_after_an_equals_sign(
     command: str, path: str, home: Path
 ) -> None:
-    """Shells expand a tilde only at the beginning of a word."""
+    """Shells expand a tilde only at the beginning of a word, so the command must expand it."""
     place, file = home / "x.py", home / "run.yaml"
     place.write_text("")
     file.write_text(f"{path}: ~/x.py")

@@ -1,6 +1,6 @@
-"""The flags of `batch_inference`, `interactive_chat` and `train_ppo`.
+"""Flags of `batch_inference`, `interactive_chat` and `train_ppo`.
 
-Rules, derived values, and defaults of older releases.
+The tests cover rules, derived values, and the defaults of older releases.
 """
 
 from __future__ import annotations
@@ -125,7 +125,7 @@ def test_length_defaults_to_the_context_length_of_the_model_if_shorter(
     default, answer = lengths("")
     (tmp_path / "config.json").write_text('{"max_position_embeddings": 96}')
     assert lengths("") == (96, None if command == "eval" else 48)
-    # the user's length, which loading the model refuses later
+    # the user's length, which is rejected later, when the model is loaded
     assert lengths("--data.max_len 512")[0] == 512
     (tmp_path / "config.json").write_text('{"max_position_embeddings": 100000}')
     assert lengths("") == (default, answer)

@@ -16,8 +16,8 @@ from openrlhf.config.options import ConfigError, parse_config
 from openrlhf.config.ppo import PPOConfig
 from tests.config.commands import ROOTS, WITH_OLD, parse, ppo, read_flags, sft, violations
 
-# Command, old name with its value, and the resulting values by path: one row for each kind of name
-# and each exception.
+# Each row has a command, an old name with its value, and the resulting values by path. There is one
+# row for each kind of name and for each exception.
 RENAMED = [
     ("train_sft", "--pretrain m", {"model.model_name_or_path": "m"}),
     ("train_sft", "--learning_rate 1e-4", {"adam.lr": 1e-4}),
@@ -76,7 +76,7 @@ RENAMED = [
     ("interactive_chat", "--csft_prompt 9", {"csft.prompt": "9"}),
 ]  # fmt: skip
 
-# Every flat name that the last releases accepted, by command.
+# Every flat flag name that recent releases accepted, by command.
 OLD: dict[str, list[str]] = json.loads((Path(__file__).parent / "old_flags.json").read_text())
 
 

@@ -52,7 +52,7 @@ def test_devices_are_counted_with_nvidia_smi_without_driver_files(
 def test_devices_of_a_joined_ray_cluster_take_precedence(
     cluster: int, gpu_machine, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Hidden devices count too, because Ray hides devices from a job's driver."""
+    """Devices hidden from this process count too, because Ray hides devices from a job's driver."""
     gpu_machine(4)
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
     monkeypatch.setattr(machine, "cluster_gpus", cluster)
@@ -138,7 +138,7 @@ def test_free_memory_respects_the_machine_and_every_cgroup_of_the_process(
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """With a limit of 10 GiB, 5 GiB are used, including 2 GiB of cached files."""
+    """The limit is 10 GiB, of which 5 GiB are used, including 2 GiB of cached files."""
     (tmp_path / "meminfo").write_text(
         f"MemTotal: {128 * 2**20} kB\nMemAvailable: {64 * 2**20} kB\nHugePages_Total: 0\n"
     )

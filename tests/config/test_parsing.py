@@ -282,8 +282,8 @@ def test_error_for_foreign_or_short_names_suggests_our_flags(
 def test_all_kinds_of_mistakes_are_reported_together() -> None:
     """One command line contains every kind of mistake.
 
-    They are an unknown name, an ambiguous name, a missing value, an invalid value, a refused flag
-    and a broken rule.
+    The mistakes are an unknown name, an ambiguous name, a missing value, an invalid value, a
+    rejected flag and a broken rule.
     """
     found = violations(
         "train_ppo_ray",
@@ -315,7 +315,7 @@ def test_violations_caused_by_another_mistake_are_not_reported() -> None:
             f"{line} --train.batchsize 8 --rollout.batch_size 4".split(),
             command="train_ppo_ray",
         )
-    # no violation about the default --train.batch_size of 128
+    # no violation that concerns the default --train.batch_size of 128
     assert len(caught.value.violations) == 1
     assert violations("train_ppo_ray", "--zpg 2") == ["--ds.zpg 2 is not available yet: use 1."]
 

@@ -26,9 +26,7 @@ def with_values(command: str, values: dict[str, Any]) -> Any:
 
 
 def written() -> list[tuple[str, Flag]]:
-    """Return each flag that sets an output path where existing files can be lost, with its
-    command.
-    """
+    """Return each output flag that can overwrite existing files, with its command."""
     found: list[tuple[str, Flag]] = []
     for command, root in COMMANDS.items():
         used = {
@@ -44,7 +42,7 @@ def written() -> list[tuple[str, Flag]]:
 
 
 def all_places(command: str) -> dict[str, str]:
-    """Return a value for each output flag of a command: the flag's own path."""
+    """Return a value for each output flag of a command: a path named after the flag."""
     return {flag.path: flag.path for flag in flags_of(COMMANDS[command]).values() if flag.writes}
 
 

@@ -24,7 +24,7 @@ TABLES = (choices.ESTIMATORS, choices.POLICY_LOSSES, choices.CORRECTIONS, choice
 
 @pytest.fixture
 def plugin(tmp_path: Path) -> Iterator[Path]:
-    """Write a plug-in file, and unregister its names after the test."""
+    """Write a plug-in file, and unregister the names it registers after the test."""
     before = [dict(table) for table in TABLES]
     file = tmp_path / "mine.py"
     file.write_text(PLUGIN)
@@ -134,7 +134,7 @@ def test_algorithms_that_a_plugin_registers_become_choices(
 ) -> None:
     """The plug-in registers estimators, losses, KL estimators and corrections.
 
-    It is loaded in a separate process, because names cannot be removed from the registries.
+    The plug-in is loaded in a separate process, because registered names cannot be removed.
     """
     file = tmp_path / "mine.py"
     file.write_text(REGISTRATIONS)
@@ -164,9 +164,7 @@ def test_error_names_the_failed_plugin_and_its_exception(tmp_path: Path) -> None
 
 @pytest.fixture
 def installed(plugin: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
-    """Install a package whose entry point is the plug-in's module, with the files that pip would
-    write.
-    """
+    """Install, as pip would, a package whose entry point is the plug-in's module."""
     folder = plugin.parent
     info = folder / "my_package-1.0.dist-info"
     info.mkdir()

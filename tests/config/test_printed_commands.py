@@ -1,6 +1,6 @@
-"""Commands and flag names that are printed on pages about the project.
+"""Commands and flag names printed on published pages about the project.
 
-The commands on our own launching page are parsed as printed.
+The commands in docs/launching.md are parsed exactly as printed.
 """
 
 from __future__ import annotations
@@ -39,9 +39,9 @@ def violations(printed: Printed, more: str = "") -> list[str]:
 def test_printed_command_reports_everything_it_lacks_at_once(
     printed: Printed, gpus: int, gpu_machine: Callable[..., None]
 ) -> None:
-    """The result is the same on a laptop and on a machine with eight GPUs.
+    """The reported errors are the same on a laptop and on a machine with eight GPUs.
 
-    None of the command's flags is refused.
+    None of the flags in the command is rejected.
     """
     gpu_machine(gpus, flash_attention=gpus > 0)
     found = violations(printed)
@@ -76,7 +76,7 @@ def test_old_async_switch_gets_the_same_errors() -> None:
     assert violations(older) == violations(printed)
 
 
-# ---- flag names of the 2024 introduction, printed with one dash, each with a valid value
+# ---- flag names in the 2024 introduction, printed there with one dash, each with a valid value
 
 INTRODUCED = {
     "pretrain": "m",
@@ -88,7 +88,7 @@ INTRODUCED = {
     "train_batch_size": "4",
     "learning_rate": "9e-6",
 }
-# Names that match two current flags. The error names both flags.
+# Names that match two current flags, both of which the error must name.
 TWO_MEANINGS = {("train_ppo_ray", "learning_rate"): ("--actor.adam.lr", "--critic.adam.lr")}
 NAMES = [(command, name) for command in TRAINING for name in INTRODUCED]
 

@@ -1,4 +1,4 @@
-"""A command line that breaks each rule, and the flags that its message names."""
+"""For each rule, a command line that breaks it and the flags that the message must name."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ SFT, RL = "train_sft", "train_ppo_ray"
 RULE = re.compile(r"\w*(violations|notices)")  # names of functions that yield messages
 GROUPS = "--algo.advantage.estimator rloo --rollout.n_samples_per_prompt 2"
 
-# command, flags that break the rule, text that the message must contain
+# each row: command, flags that break the rule, text that the message must contain
 BROKEN: list[tuple[str, str, str]] = [
     (SFT, "--data.dataset ./gone", "--data.dataset ./gone does not exist"),
     (SFT, "--data.dataset a,gone.jsonl", "--data.dataset gone.jsonl does not exist"),
@@ -269,14 +269,14 @@ BROKEN: list[tuple[str, str, str]] = [
 
 
 def unchecked(command: str, line: str, gpu_machine: Any) -> Any:
-    """Return the resolved configuration of the smallest command line with `line`.
+    """Return the resolved configuration of a minimal command line with `line` appended.
 
     The rules are not checked.
     """
     if "flash_attention_2" in line:  # these rules apply only to machines with a GPU
         gpu_machine(1, flash_attention="fp32" in line)
     smallest = SMALLEST[command] if line else ""
-    if "--reward.remote_url" in line:  # two kinds of rewards would be refused
+    if "--reward.remote_url" in line:  # two kinds of rewards would be rejected
         smallest = smallest.replace("--reward.verifier math", "")
     return resolved(command, f"{smallest} {line}")
 
@@ -301,7 +301,7 @@ def test_broken_rule_names_the_flag_and_the_value(
 REWARD_TEST, BATCH, CHAT = "reward_test", "batch_inference", "interactive_chat"
 AGENT = f"--train.agent_func_path {__file__}"
 WIN_RATE = "--task win_rate"
-# Whole command lines that break other rules or print a notice, and text that the message must
+# Full command lines that break other rules or print a notice, and text that the message must
 # contain.
 WHOLE_LINES: list[tuple[str, str, str]] = [
     ("eval", "", "The samples have no reward: set --reward.remote_url"),
@@ -419,7 +419,7 @@ def test_whole_command_line_gets_the_expected_error_or_notice(
 def test_every_rule_is_covered_by_a_command_line_that_breaks_it(
     gpu_machine: Any, slow_machine: Path
 ) -> None:
-    """This includes notices. No message names a flag that the command does not have."""
+    """Notices must be covered too, and no message may name a flag that the command lacks."""
     run: set[tuple[str, int]] = set()
 
     def trace(frame: FrameType, event: str, _: Any) -> Any:

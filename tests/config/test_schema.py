@@ -1,4 +1,4 @@
-"""JSON Schema of the flags, as printed by each command's `--help_json`."""
+"""The JSON schema of the flags, as printed by each command's `--help_json`."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from tests.config.commands import COMMANDS
 
 
 def properties(schema: dict[str, Any], prefix: str = "") -> dict[str, dict[str, Any]]:
-    """Return the schema of each flag by path."""
+    """Return the schema of each flag, keyed by the flag's path."""
     found: dict[str, dict[str, Any]] = {}
     for name, node in schema["properties"].items():
         if "properties" in node:

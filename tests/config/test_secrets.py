@@ -1,4 +1,4 @@
-"""Passwords, tokens and keys in flags are used by the run and masked in all its output."""
+"""Passwords, tokens and keys given in flags work, but are masked in everything a run writes."""
 
 from __future__ import annotations
 
@@ -113,7 +113,7 @@ def test_errors_and_notices_mask_secrets(capsys: pytest.CaptureFixture[str]) -> 
 
 
 def test_file_with_a_masked_secret_requires_the_flag(tmp_path: Path) -> None:
-    """With the flag on the command line, the file can be used."""
+    """The file can be used once the command line also gives the flag."""
     url = next(iter(URLS))
     file = tmp_path / "config.yaml"
     config = ppo(f"--reward.remote_url {url}")

@@ -1,6 +1,6 @@
 """The flags that users depend on: names, types, defaults and choices.
 
-They are compared with a table written from the specification.
+The flags are compared with a table written from the specification.
 """
 
 from __future__ import annotations
@@ -59,7 +59,7 @@ def test_number_of_spellings_matches_the_reference() -> None:
 
 
 def sample(flag: Flag) -> tuple[list[str], Any]:
-    """Return arguments for a flag and the resulting value, which is not the default."""
+    """Return arguments that set a flag to a non-default value, and that value."""
     if flag.shape == "switch":
         return [], True
     if flag.shape == "json":

@@ -1,4 +1,4 @@
-"""Unavailable features are refused by name at startup, and available features are not."""
+"""Unavailable features are rejected by name at startup, and available features are accepted."""
 
 from __future__ import annotations
 

@@ -38,7 +38,7 @@ class Pictured(Ragged):
 
 
 def batch_of(lengths: list[int]) -> Experience:
-    """Return a batch whose columns have distinct entries if their types allow it."""
+    """Return a batch whose columns have distinct entries where the column types allow it."""
     tokens, samples = sum(lengths), len(lengths)
     number = torch.arange(tokens)
     return Experience(

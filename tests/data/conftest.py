@@ -1,4 +1,4 @@
-"""Fixtures that give every test of the package an offline, private datasets cache."""
+"""Fixtures that give every test in this package a private, offline datasets cache."""
 
 from __future__ import annotations
 

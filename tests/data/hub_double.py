@@ -1,4 +1,4 @@
-"""A fake Hub: one dataset repository over HTTP that answers the requests of `load_dataset`."""
+"""A fake Hub: one dataset repository, served over HTTP to `load_dataset`."""
 
 from __future__ import annotations
 

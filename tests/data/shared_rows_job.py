@@ -1,4 +1,4 @@
-"""Script that runs as one rank in the tests of rows shared by a machine's processes.
+"""A script that runs as one rank in the tests of rows shared by a machine's processes.
 
 Each rank writes its rows to a file.
 """
@@ -33,7 +33,7 @@ BROKEN = 150
 class Letters(TokenizedRows[SFTRow]):
     """A dataset with one token per letter.
 
-    Each process that prepares rows creates a file. Two cases fail or are killed midway.
+    Each process that prepares rows creates a file. In two cases, it fails or is killed midway.
     """
 
     row = SFTRow

@@ -1,4 +1,4 @@
-"""Tiny tokenizers with easily checked ids, chat templates, and the path of the GSM8K test data."""
+"""Tiny tokenizers with easily checked ids, chat templates, and the path to the GSM8K test data."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ FORGETFUL_CHAT = (
     "<|end|>\n{% endfor %}"
     "{% if add_generation_prompt %}<|assistant|>{% endif %}"
 )
-# Begins the last answer with a thought, which may be empty.
+# Begins the last answer with a reasoning block, which may be empty.
 THINKING_CHAT = (
     "{% for message in messages %}<|{{ message.role }}|>"
     "{% if message.role == 'assistant' and loop.last and '</think>' not in message.content %}"
@@ -61,8 +61,8 @@ def build_tokenizer(
 ) -> PreTrainedTokenizerFast:
     """Build a tokenizer with predictable ids.
 
-    Ids 0–7 are special tokens, 8 is the newline, 9 + (code − 32) are the characters, and the merges
-    follow.
+    Ids 0–7 are special tokens, 8 is the newline, a character has id 9 + (code − 32), and the
+    merges come last.
     """
     vocab = {
         token: number for number, token in enumerate([*SPECIALS, *LETTERS, *map("".join, MERGES)])
@@ -93,8 +93,8 @@ def gsm8k() -> Path:
 def spaced_tokenizer() -> PreTrainedTokenizerFast:
     """Return a tokenizer whose tokens are words with their leading space.
 
-    "Assistant: yes" becomes "Assistant:" and " yes". In "Assistant: ", the space is a separate
-    token.
+    "Assistant: yes" becomes "Assistant:" and " yes". The trailing space in "Assistant: " is a
+    separate token.
     """
     words = {"<unk>": 0, "<eos>": 1, "▁": 2, "\nAssistant:": 3, "User:": 4, "▁yes": 5}
     spaced = Tokenizer(WordLevel(words, unk_token="<unk>"))

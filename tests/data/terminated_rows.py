@@ -26,7 +26,7 @@ class Slow(SFTDataset):
 def tokenize_slowly(count: int) -> None:
     """Tokenize rows in two processes.
 
-    The worker processes import their function from this module, which is not the main module.
+    The worker processes import this function, so it must not be in the main module.
     """
     rows.MANY_ROWS = 1000
     rows.usable_cores = lambda: 2

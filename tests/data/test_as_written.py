@@ -32,7 +32,7 @@ from openrlhf.data.text_files import csv_records, json_rows
 from tests.data.small import build_tokenizer, json_lines
 
 Rows = list[dict[str, Any]]
-# renders the whole chat as JSON
+# this template renders the whole chat as JSON
 AS_JSON = "{{ tools | tojson }}{% for message in messages %}{{ message | tojson }}{% endfor %}"
 
 
@@ -86,7 +86,7 @@ def test_every_csv_cell_is_read_as_written(
 ) -> None:
     header = ["a", "b", "c", "d"][: len(cells[0])] if cells else ["a", "b"]
     if len(header) == 1:
-        separator = ","  # the separator cannot be detected in a file with one column
+        separator = ","  # no separator can be detected in a file with a single column
     # Python's csv writer does not quote a line break that differs from the line terminator, so the
     # reader would start a new row there.
     quoted = quoted or any(sign in "".join(row) for row in cells for sign in "\r\n")
@@ -309,7 +309,7 @@ NO_NULLS: Rows = [
 
 
 def prompts_of(spec: str) -> list[str]:
-    """Return a dataset's prompts, which show all messages and tools as JSON."""
+    """Return a dataset's prompts, which contain all messages and tools as JSON."""
     rows = load_datasets(spec, split="train", max_samples=100, seed=0)
     data = amend(
         RLDataConfig(input_key="messages"), {"apply_chat_template": True, "max_len": 10_000}
@@ -323,7 +323,7 @@ def shown(rows: Rows) -> list[str]:
 
 
 def same(a: list[str], b: list[str]) -> bool:
-    """Compare texts that contain several JSON values, ignoring the order of their keys."""
+    """Compare two strings that contain several JSON values, ignoring the order of object keys."""
 
     def values(text: str) -> list[Any]:
         decoder, place, found = json.JSONDecoder(), 0, []

@@ -1,4 +1,4 @@
-"""Size limits are kept, every row is used exactly once, and an epoch can be resumed at any row."""
+"""Batches respect size limits, use every row exactly once, and can be resumed at any row."""
 
 from __future__ import annotations
 

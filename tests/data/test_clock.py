@@ -1,4 +1,4 @@
-"""Chat templates that insert the date use the date when the run was first started."""
+"""Chat templates that insert a date use the date on which the run first started."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Control tokens inside dataset texts are reported for every kind of rows.
+"""Control tokens inside dataset text are reported for every kind of row.
 
 Rows that are expected to have control tokens are not reported.
 """
@@ -54,7 +54,7 @@ def chats(text: str) -> dict[str, Any]:
     }
 
 
-# How to build a row with a text and how to read the rows, by kind.
+# For each kind of row, how to build a row from a text and how to read the rows.
 KINDS: dict[str, tuple[Any, Any]] = {
     "sft, chat": (messages, lambda rows, t: SFTDataset(rows, t, SFTDataConfig(**CHAT))),
     "sft, plain": (
@@ -108,8 +108,8 @@ def test_control_tokens_are_reported_with_the_first_row_that_has_one(
     "rows",
     [
         [answers(WHOLE)] * 3 + [answers("a")],  # already rendered by another command
-        [answers("<|user|>a")] * 3 + [answers("a")],  # rendered otherwise
-        [answers("a") | {"output": "ok <|end|>\n<eos>"}] * 2,  # ended by the data itself
+        [answers("<|user|>a")] * 3 + [answers("a")],  # rendered in a different format
+        [answers("a") | {"output": "ok <|end|>\n<eos>"}] * 2,  # end tokens are already in the data
         [answers("a") | {"output": "ok<eos>"}, answers("a")],
     ],
 )

@@ -271,7 +271,7 @@ def test_answers_with_different_histories_are_scored_from_the_first_difference()
 
 
 def judged(row: PairRow) -> tuple[str, str]:
-    """Return the scored tokens of both texts as text."""
+    """Return the scored tokens of both answers, decoded."""
     sides = zip((row.chosen, row.rejected), row.masks, strict=True)
     chosen, rejected = (
         text([token for token, judge in zip(tokens, mask, strict=True) if judge])
@@ -393,7 +393,7 @@ def test_error_reports_the_drop_counts_if_no_row_is_left() -> None:
 
 
 def test_error_for_a_missing_column_names_the_evaluation_dataset_that_lacks_it() -> None:
-    """The training rows may have a column that the --eval.dataset rows lack."""
+    """Training rows may have a column that is missing from the --eval.dataset rows."""
     rows = number_rows(Dataset.from_list([{"chosen": "a", "rejected": "b"}]), "held_out.jsonl")
     with pytest.raises(
         DataError, match=r"^held_out\.jsonl has no column 'text', which --data\.prompt_key names"
@@ -455,8 +455,7 @@ def test_pairs_do_not_depend_on_the_number_of_processes(monkeypatch: pytest.Monk
 
 
 def check_harmless(data_dir: Path, count: int, tokenizer: PreTrainedTokenizerBase) -> None:
-    """Check that tokens decode to the texts and that exactly the pairs with equal texts are
-    dropped."""
+    """Check that tokens decode to the texts and that only pairs with equal texts are dropped."""
     file = data_dir / "hh-rlhf" / "harmless-base-test.jsonl.gz"
     with gzip.open(file, "rt") as lines:
         texts = [json.loads(line) for line in itertools.islice(lines, count)]

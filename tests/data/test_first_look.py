@@ -1,6 +1,6 @@
 """Problems detected in a run's first rows.
 
-They are tokenizers that lose text, templates that differ from training, and wrong answer endings.
+Examples: tokenizers that lose text, templates that differ from training, wrong answer endings.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ def words(
 ) -> PreTrainedTokenizerBase:
     """Return a word-level tokenizer.
 
-    By default it drops whitespace and joins words with a space when decoding.
+    By default the tokenizer drops whitespace and joins words with a space when decoding.
     """
     vocab = {word: number for number, word in enumerate(["<unk>", "<eos>", *vocabulary])}
     backend = Tokenizer(WordLevel(vocab, unk_token="<unk>"))
@@ -84,7 +84,7 @@ def test_changed_white_space_and_unicode_forms_do_not_count_as_lost_text(
     ("tokenizer", "text", "back"),
     [
         (words("two", "words", decoder=decoders.Fuse()), "two words", "twowords"),  # spaces vanish
-        (words("two", normalizer=normalizers.Replace("!", "")), "two!", "two"),  # a sign vanishes
+        (words("two", normalizer=normalizers.Replace("!", "")), "two!", "two"),  # "!" vanishes
         (words("a"), "a lot of unknown words", "a <unk>"),
     ],
 )
@@ -101,7 +101,7 @@ def test_error_for_lost_text_shows_the_text_before_and_after(
 
 
 def test_prompts_decoded_with_different_white_space_produce_a_notice() -> None:
-    """Queries are decoded from tokens, so query[len(prompt):] would cut into the response."""
+    """Queries are decoded from tokens, so `query[len(prompt):]` would cut into the response."""
     said = str(*round_trip(words("two", "words"), ["two   words\n"], prompts=True))
     assert r"'two   words\n' decodes to 'two words'" in said and "query[len(prompt):]" in said
     assert round_trip(words("two", "words"), ["two words"], prompts=True) == []
@@ -221,7 +221,7 @@ def test_chat_template_whose_end_token_does_not_stop_generation_produces_a_notic
 
 
 def test_rows_that_begin_with_the_template_text_are_reported() -> None:
-    """batch_inference wrote complete prompts, so the default template would be applied twice."""
+    """`batch_inference` wrote these complete prompts, so a default template would apply twice."""
     used = TextFormat(input_template="User: {}\nAssistant: ")
     sentence = str(*filled_already(used, ["User: 1+1=\nAssistant: ", "2"]))
     assert "'User:'" in sentence and "--data.input_template {}" in sentence

@@ -1,6 +1,6 @@
 """Column layouts of public datasets.
 
-Each is detected from its columns, reported in a notice, and read with its flags.
+Each layout is detected from its columns, reported in a notice, and read with its flags.
 """
 
 from __future__ import annotations
@@ -58,7 +58,7 @@ def config(task: str, **given: Any) -> Any:
 def recognised(
     row: dict[str, Any], task: str, capsys: pytest.CaptureFixture[str], **given: Any
 ) -> tuple[Any, str]:
-    """Return the `data` section for a dataset with this row, and the flags in the notice."""
+    """Return the `data` section detected for a dataset with this row, and the notice's flags."""
     data = recognise(Dataset.from_list([row]), config(task, **given))
     return data, (
         re.findall(r"layout: (--data\..*)\. .*--data\.layout columns", capsys.readouterr().err)
@@ -292,11 +292,11 @@ NOT_READ = "The column 'prompt' is not read"
 def test_prompt_column_is_used_if_only_some_answers_contain_the_prompt(
     first: int, task: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """In either row the answers may contain the prompt."""
+    """Either row may be the one whose answers contain the prompt."""
     rows = [{"prompt": "2+2", "chosen": "4", "rejected": "5"}, GREETING]
     data = recognise(Dataset.from_list([rows[first], rows[1 - first]]), config(task))
     assert data.prompt_key == "prompt" and NOT_READ not in capsys.readouterr().err
-    # In one row, both answers happen to begin with the prompt.
+    # In one of the rows, both answers happen to begin with the prompt.
     alike = Dataset.from_list([{"prompt": "hi", "chosen": "hi!", "rejected": "him?"}, rows[0]])
     assert recognise(alike, config(task)).prompt_key == "prompt"
     capsys.readouterr()
@@ -346,7 +346,7 @@ def test_prompt_column_that_the_answers_repeat_is_ignored_with_a_notice(
 def test_empty_prompts_do_not_count_as_repeated(
     prompt: Any, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """Later rows may have a prompt, and a number is rejected with an error that names the row."""
+    """Later rows may have a prompt; a number as a prompt raises an error that names the row."""
     row = {"prompt": prompt, "chosen": "12 a", "rejected": "12 b"}
     data = recognise(Dataset.from_list([row] * 3), config("dpo"))
     assert data.prompt_key == "prompt" and NOT_READ not in capsys.readouterr().err

@@ -1,4 +1,4 @@
-"""Every way to specify a dataset works, and every mistake is reported with a fix."""
+"""Every way to specify a dataset works, and the error for every mistake suggests a fix."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def inputs(dataset: Dataset) -> list[str]:
 
 
 def save(path: Path) -> str:
-    """Save ROWS in the format given by the file's extension."""
+    """Save `ROWS` in the format given by the file's extension."""
     rows = Dataset.from_list(ROWS)
     opener = gzip.open if path.suffix == ".gz" else open
     match path.name.removesuffix(".gz").rsplit(".", 1)[1]:

@@ -1,6 +1,6 @@
-"""Tools that a chat template omits are reported for every kind of rows.
+"""Tools that a chat template omits are reported for every kind of row.
 
-Omitted calls do not count as answers.
+Tool calls that the template omits do not count as answers.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """Large datasets are tokenized by several processes.
 
-The processes leave no files behind, even if the command is terminated.
+The tokenizing processes leave no files behind, even if the command is terminated.
 """
 
 from __future__ import annotations
@@ -59,7 +59,7 @@ def test_command_terminated_during_tokenization_exits_cleanly(
         time.sleep(0.05)
     family = descendants(command.pid)
     if number == signal.SIGINT:
-        os.killpg(command.pid, number)  # as a terminal does for Ctrl-C
+        os.killpg(command.pid, number)  # signal the whole group, as a terminal does for Ctrl-C
     else:
         command.send_signal(number)
     _, errors = command.communicate(timeout=120)

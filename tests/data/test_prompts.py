@@ -88,7 +88,7 @@ def test_labels_of_mixed_types_in_one_column_are_unchanged(write: Any) -> None:
     labels = [
         "x = 42",
         *LABELS[1:],
-    ]  # a string that is itself JSON would be read as JSON by the datasets library
+    ]  # the datasets library would parse a string that is itself JSON
     path = write("prompts.jsonl", json_lines([{"input": "a", "label": label} for label in labels]))
     rows = load_datasets(path, split="train", max_samples=10, seed=0)
     prompts = PromptDataset(rows, build_tokenizer(), RLDataConfig(label_key="label"))

@@ -1,6 +1,6 @@
 """HH-RLHF and GSM8K rows are read correctly for every kind of training.
 
-`make test` uses some of the rows, `make verify` all of them.
+`make test` uses some of the rows, and `make verify` uses all of them.
 """
 
 from __future__ import annotations
@@ -32,13 +32,13 @@ from tests.sources import ROOT
 
 SLICE, ALL = 60, 10**6
 TOKENIZER = build_tokenizer(PLAIN_CHAT, eos="<|end|>")
-MAX_LEN = 1 << 16  # nothing is cut
+MAX_LEN = 1 << 16  # long enough that nothing is truncated
 AMOUNTS = pytest.mark.parametrize("count", [SLICE, pytest.param(ALL, marks=pytest.mark.verify)])
 
 
 @dataclass(frozen=True, kw_only=True)
 class Source:
-    """Rows of a file, as loaded by the package and as parsed by `json`."""
+    """The rows of a file, both as loaded by the package and as parsed by `json`."""
 
     rows: Dataset
     lines: list[dict[str, Any]]
@@ -70,7 +70,7 @@ def spelled(tokens: list[int]) -> str:
 
 
 def section(root: Any, rows: Dataset, **given: Any) -> Any:
-    """Return the data flags after layout detection, as in the command."""
+    """Return the data section after layout detection, as a command would."""
     paths = {f"data.{flag}": value for flag, value in given.items()}
     return recognise(rows, amend(root(), {"data.max_len": MAX_LEN, "given": paths, **paths}))
 

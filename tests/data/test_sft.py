@@ -1,4 +1,4 @@
-"""Tokens and loss masks for each kind of SFT row, written out."""
+"""Tokens and loss masks for each kind of SFT row, spelled out in full."""
 
 from __future__ import annotations
 
@@ -121,7 +121,7 @@ def test_tokenizer_without_offsets_gives_the_same_loss_mask() -> None:
     row = dataset([{"input": "Q: ", "output": "ok"}], tokenizer, output_key="output")[0]
     assert (
         row.loss_mask == [False] * 3 + [True] * 3
-    )  # o, k and end-of-text, which removes the space before it
+    )  # the tokens are o, k and end-of-text, which removes the space before it
 
 
 # ---- pretraining text
@@ -207,7 +207,7 @@ def test_output_column_with_several_messages_is_the_response(
 ) -> None:
     """By default, the whole column is a target.
 
-    Only the assistant's text is a target if the template marks it or with --data.multiturn.
+    With --data.multiturn, or if the template marks it, only the assistant's text is a target.
     """
     rows = [{"p": [user("a")], "r": ANSWERS}]
     tokenizer = build_tokenizer(template, eos="<|end|>")

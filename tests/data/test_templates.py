@@ -310,7 +310,7 @@ def test_tokens_of_a_span_overlap_its_bytes(
     for place, token in enumerate(byte_level.convert_ids_to_tokens(encoded.tokens)):
         if (
             position < last and position + len(token) > first
-        ):  # each letter of a byte-level token stands for one byte
+        ):  # each character of a byte-level token stands for one byte
             expected.append(place)
         position += len(token)
     assert list(encoded.tokens_of((start, end))) == expected
@@ -349,7 +349,7 @@ def tokenizer_that_stops_at(folder: Path, template: str, *ends: str) -> PreTrain
 
 
 def learned(rows: SFTDataset, number: int = 0) -> tuple[str, str]:
-    """Return the text of a row and the text of its targets."""
+    """Return a row's full text and the text of its target tokens."""
     row, names = rows[number], rows.tokenizer.convert_ids_to_tokens(rows[number].tokens)
     return "".join(names), "".join(
         name for name, target in zip(names, row.loss_mask, strict=True) if target

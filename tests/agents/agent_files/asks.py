@@ -1,4 +1,4 @@
-"""An environment that gets its rewards from a remote engine; the label is that model's name."""
+"""An environment that gets its rewards from a remote engine; the label names the engine's model."""
 
 from openrlhf.utils.agent import AgentInstanceBase, MultiTurnAgentExecutor, remote_engine
 

@@ -1,4 +1,4 @@
-"""Agents that use only the stock client. The label selects one."""
+"""Agents that use only the stock OpenAI client. The label selects an agent."""
 
 import threading
 import time
@@ -9,7 +9,7 @@ from openai import APIError, BadRequestError, OpenAI
 
 from openrlhf.utils.agent import OpenAIAgentExecutor
 
-LEFT = []  # for each earlier episode, its set of running requests
+LEFT = []  # the set of running requests of each earlier episode
 
 
 class AgentExecutor(OpenAIAgentExecutor):
@@ -60,7 +60,7 @@ class AgentExecutor(OpenAIAgentExecutor):
         return counted["count"]
 
     def err(self, client, prompt, session_id):
-        """Send requests that are rejected with a reason, and continue the session."""
+        """Send requests that the server rejects with a reason, then continue the session."""
         refused = []
         for change in (
             {"messages": []},

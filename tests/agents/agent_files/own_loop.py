@@ -1,4 +1,4 @@
-"""A custom executor for the label "own", and for other labels an environment with turn rewards."""
+"""A custom executor for the label "own", and an environment with turn rewards for other labels."""
 
 import copy
 
