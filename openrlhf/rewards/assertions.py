@@ -60,7 +60,6 @@ class _NotOutside(Exception):
 class Assertions:
     """Assertions and the program's calls that they need."""
 
-    setup: str  # statements for the program's process, executed before the calls
     calls: Sequence[str]  # expressions to evaluate in the program's process, in test order
     tests: Sequence[CodeType]  # expressions that use FUNCTIONS and the values of `calls`
 
@@ -120,7 +119,7 @@ def read_assertions(tests: str, entry: str) -> Assertions | None:
         return None
     if not codes:
         return None
-    return Assertions(setup=reader.setup, calls=reader.calls, tests=codes)
+    return Assertions(calls=reader.calls, tests=codes)
 
 
 class _Reader(ast.NodeTransformer):
@@ -128,7 +127,6 @@ class _Reader(ast.NodeTransformer):
 
     def __init__(self, entry: str) -> None:
         self.entry = entry
-        self.setup = ""
         self.calls: list[str] = []
         self.tests: list[ast.expr] = []
 
@@ -143,9 +141,8 @@ class _Reader(ast.NodeTransformer):
             case ast.FunctionDef(
                 name="check", args=ast.arguments(args=[ast.arg(arg=candidate)])
             ) if self.entry:
-                self.setup += f"{candidate} = {self.entry}\n"
                 for inner in statement.body:
-                    self.read(inner)
+                    self.read(_Renamed(candidate, self.entry).visit(inner))
             case ast.Expr(
                 value=ast.Call(
                     func=ast.Name(id="check"), args=[ast.Name(id=self.entry)], keywords=[]
@@ -195,6 +192,19 @@ class _Reader(ast.NodeTransformer):
         if isinstance(node, ast.BinOp) and isinstance(node.op, GROWING) and not is_constant(node):
             raise _NotOutside
         return self.generic_visit(node)
+
+
+class _Renamed(ast.NodeTransformer):
+    """A transformer that renames a test function's parameter to the function passed for it."""
+
+    def __init__(self, old: str, new: str) -> None:
+        self.old = old
+        self.new = new
+
+    def visit_Name(self, node: ast.Name) -> ast.Name:
+        if node.id != self.old:
+            return node
+        return ast.Name(id=self.new, ctx=node.ctx)
 
 
 def is_asked(node: ast.AST) -> bool:

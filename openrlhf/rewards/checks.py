@@ -58,7 +58,7 @@ def form(value):
         except (AttributeError, TypeError):
             pass
     return {"other": bool(value)}
-names = {"__name__": "solution"}
+names = {"__name__": "solution", "__loads__": json.loads, "__dumps__": json.dumps}
 exec(compile(program, "solution.py", "exec"), names)
 exec(compile(setup, "tests.py", "exec"), names)
 values = [form(eval(call, names)) for call in calls]
@@ -152,7 +152,7 @@ def read_tests(label: Any) -> list[CodeTest]:
         if name and "def check(" in asserts:
             asserts += f"\ncheck({name})"
         if outside := read_assertions(asserts, name):
-            return [CodeTest(setup=outside.setup, calls=outside.calls, holds=outside.hold)]
+            return [CodeTest(calls=outside.calls, holds=outside.hold)]
         return [CodeTest(setup=asserts, holds=lambda _: True)]
     inputs = given["inputs"]
     outputs = given.get("outputs") or []
@@ -175,10 +175,14 @@ def _call_test(name: str, given: Any, expected: Any) -> CodeTest:
     arguments = given
     if isinstance(given, str):  # one JSON value per line
         arguments = [_value(line) for line in given.splitlines()]
+    if not isinstance(arguments, list):
+        raise ValueError(
+            f"--reward.verifier code expects a list of arguments for each call of {name}, not "
+            f"{given!r:.200}"
+        )
     function = f"(Solution().{name} if 'Solution' in globals() else {name})"
     return CodeTest(
-        setup="import json",
-        calls=[f"json.dumps({function}(*json.loads({json.dumps(arguments)!r})))"],
+        calls=[f"__dumps__({function}(*__loads__({json.dumps(arguments)!r})))"],
         holds=partial(_returned, expected=_value(expected)),
     )
 
@@ -187,7 +191,7 @@ def _returned(values: str, expected: Any) -> bool:
     try:
         [returned], _ = json.JSONDecoder().raw_decode(values)
         returned = json.loads(returned)
-    except (TypeError, ValueError):  # the program has replaced `json.dumps`
+    except (TypeError, ValueError):  # the program has replaced `__dumps__`
         return False
     return returned == expected or [returned] == expected
 

@@ -20,14 +20,14 @@ def math_answers(label: Any) -> list[str]:
         values = label
     answers: list[str] = []
     for value in values or [None]:
-        text = label_text(value)
+        is_text = isinstance(value, str) and value.strip()
         is_number = type(value) in (int, float) and math.isfinite(value)
-        if not is_number and not (isinstance(value, str) and text.strip()):
+        if not (is_text or is_number):
             raise ValueError(
                 "--reward.verifier math expects text, a number, or a list of at least one of these "
                 f"as label, not {shown(label)}"
             )
-        answers.append(text)
+        answers.append(label_text(value))
     return answers
 
 

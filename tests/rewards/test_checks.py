@@ -152,6 +152,22 @@ def test_program_is_rewarded_only_if_all_its_tests_pass(
     assert code(program, label) == expected
 
 
+@pytest.mark.parametrize(
+    ("program", "label"),
+    [
+        (
+            "def f(x): return x * x\ndef square(x): return f(x)",
+            {"tests": "def check(f):\n    assert f(5) == 25", "entry": "square"},
+        ),
+        ("def json(x): return x * x\ndef square(x): return json(x)", CALLS),
+        ("import json\njson.dumps = json.loads = None\n" + RIGHT, CALLS),
+    ],
+    ids=["parameter of check", "function named json", "changed json"],
+)
+def test_tests_do_not_change_names_that_the_program_uses(program: str, label: Any) -> None:
+    assert code(program, label) == (1.0, 1.0)
+
+
 @pytest.mark.parametrize("label", [ASSERTS, CALLS], ids=["asserts", "calls"])
 @pytest.mark.parametrize(
     "trick",

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from decimal import Decimal
 from typing import Any
 
 import pytest
@@ -18,9 +19,12 @@ UNREADABLE: list[tuple[str, Any]] = [
     ("math", {"answer": 42}),
     ("math", True),
     ("math", float("nan")),
+    ("math", Decimal("4.5")),
+    ("math", [b"42"]),
     ("code", ""),
     ("code", "assert f(1) == 1"),
     ("code", {"inputs": ["1"], "outputs": []}),
+    ("code", {"inputs": [5], "outputs": [25], "fn_name": "square"}),
     ("length", ""),
     ("length", "20-10"),
     ("format", "("),
