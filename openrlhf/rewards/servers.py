@@ -9,6 +9,7 @@ from time import monotonic
 from typing import Any
 
 import httpx
+from tenacity import AsyncRetrying, retry_if_exception_type, stop_after_attempt
 
 from openrlhf.config.options import ConfigError
 from openrlhf.config.rollout import RuleConfig
@@ -103,13 +104,16 @@ class HTTPServers:
         ValueError or TypeError if a retry cannot help, for example if the response is not JSON.
         """
         tried: list[_Server] = []
-        while True:
-            try:
-                return await self._attempt(body, path, tried)
-            except ServerError as error:
-                if len(tried) > self.retries:
-                    raise ServerError(f"{error} (attempts: {len(tried)})") from error
-            await asyncio.sleep(min(server.rest for server in self.servers))
+        attempts = AsyncRetrying(
+            retry=retry_if_exception_type(ServerError),
+            stop=stop_after_attempt(self.retries + 1),
+            wait=lambda _: min(server.rest for server in self.servers),
+            reraise=True,
+        )
+        try:
+            return await attempts(self._attempt, body, path, tried)
+        except ServerError as error:
+            raise ServerError(f"{error} (attempts: {len(tried)})") from error
 
     async def _attempt(
         self, body: Mapping[str, Any] | None, path: str, tried: list[_Server]
