@@ -20,8 +20,8 @@ def math_answers(label: Any) -> list[str]:
         values = label
     answers: list[str] = []
     for value in values or [None]:
-        is_text = isinstance(value, str) and value.strip()
         is_number = type(value) in (int, float) and math.isfinite(value)
+        is_text = isinstance(value, str) and value.strip()
         if not (is_text or is_number):
             raise ValueError(
                 "--reward.verifier math expects text, a number, or a list of at least one of these "
