@@ -1,4 +1,4 @@
-"""`openrlhf batch_inference`: generates answers to a dataset's prompts, or scores its answers."""
+"""`openrlhf batch_inference`, which answers a dataset's prompts or scores its answers."""
 
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import closing, contextmanager
@@ -126,8 +126,8 @@ def read_rows(
 ) -> list[Prompt]:
     """Return the prompts to answer or the whole texts to score. Raises DataError.
 
-    Records their text format in the tokenizer. `follows`: default to the text format that the model
-    was trained with.
+    Records their text format in the tokenizer. If `follows` is true, the default is the text format
+    that the model was trained with.
     """
     path = str(config.model.model_name_or_path)
     rows_of: Any = PromptDataset

@@ -1,4 +1,4 @@
-"""`openrlhf interactive_chat`: chat with a model, with streamed answers."""
+"""`openrlhf interactive_chat`, a chat with a model that streams its answers."""
 
 import sys
 from contextlib import suppress
@@ -54,9 +54,9 @@ def run_chat(config: ChatConfig) -> None:
 def decide_sampling(config: ChatConfig, model: Any) -> ChatConfig:
     """Return the configuration with the effective repetition penalty.
 
-    If --rollout.repetition_penalty is not set, uses the penalty in the model's generation
-    configuration, if any. Resets that configuration, because `generate` would apply its other
-    values, such as `num_beams`, in addition to the flags.
+    If --rollout.repetition_penalty is not set, the penalty in the model's generation configuration
+    is used, if any. The generation configuration is then reset, because `generate` would apply its
+    other values, such as `num_beams`, in addition to the flags.
     """
     recommended = model.generation_config.repetition_penalty
     model.generation_config = GenerationConfig()

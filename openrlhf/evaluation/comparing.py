@@ -25,8 +25,8 @@ Columns = Callable[[Sequence["Comparison"]], Mapping[str, float]]
 class Comparison:
     """Two answers to one prompt.
 
-    `win` is 1.0 if our answer is better, 0.0 if theirs is, and 0.5 for a tie. It is None if the
-    pair could not be judged; `error` then gives the reason.
+    `win` is 1.0 if our answer is better, 0.0 if theirs is better, and 0.5 for a tie. It is None if
+    the pair could not be judged; in that case, `error` gives the reason.
     """
 
     ours: Trajectory
@@ -46,8 +46,8 @@ class Comparison:
 def pair_up(ours: Sequence[Trajectory], theirs: Sequence[Trajectory]) -> list[Comparison]:
     """Pair each of our answers with their answer to the same prompt with the same index.
 
-    If they have a single answer, it is paired with all of ours. A pair with a failed answer gets
-    that answer's error.
+    If they have only one answer, it is paired with all of our answers. A pair with a failed answer
+    gets that answer's error.
     """
     answers: dict[int, list[Trajectory]] = {}
     for answer in theirs:
@@ -123,10 +123,11 @@ def sampled(answer: Trajectory) -> list[int]:
 
 
 def win_rate(pairs: Sequence[Comparison]) -> tuple[float, float]:
-    """Return the mean win, averaged first over each prompt's pairs, and its standard error.
+    """Return the mean win, averaged first over the pairs of each prompt, and its standard error.
 
-    A tie counts as one half. The standard error is over prompts. Failed pairs are ignored. The rate
-    is NaN if there are no pairs, and the error is NaN if there are fewer than two prompts.
+    A tie counts as one half. The standard error is over prompts. Failed pairs are ignored. The win
+    rate is NaN if there are no pairs, and its standard error is NaN if there are fewer than two
+    prompts.
     """
     prompts: dict[int, list[float]] = {}
     for pair in pairs:
@@ -181,7 +182,7 @@ def _judged_pairs(pairs: Sequence[Comparison]) -> list[Comparison]:
 def metrics_of(pairs: Sequence[Comparison], columns: Columns) -> dict[str, float]:
     """Return a table's numbers by logged name, with rates also per data source.
 
-    NaNs, such as a rate without pairs, are omitted.
+    NaNs, such as a win rate without pairs, are omitted.
     """
     metrics: dict[str, float] = {}
     for column, value in columns(pairs).items():

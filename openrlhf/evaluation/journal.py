@@ -36,7 +36,7 @@ class Journal:
 
     The first line is the command's identity. Every other line contains a row number and the row's
     whole result, so a row is either complete or absent. A last line that was truncated by a kill is
-    dropped. At the end, the identity is kept in a record beside the final file.
+    dropped. At the end, the identity is saved in a record beside the final file.
 
     If the final file was written by a command with a different identity, it is moved aside. Raises
     DataError if the final file has the same identity or no record, or if the journal has a
@@ -72,7 +72,7 @@ class Journal:
         record = record_of(self.final)
         written_by = self._identity
         if record.exists():
-            # The same command at a later time has the same identity otherwise.
+            # Apart from this entry, the same command at a later time has the same identity.
             written_by = json.loads(record.read_bytes()) | {MOMENT: self._identity.get(MOMENT)}
         if not differences(written_by, self._identity):
             raise DataError(

@@ -22,7 +22,7 @@ def by_input(rows: Rows) -> list[Rows]:
 def best(rows: Rows, config: BatchInferenceConfig) -> Rows:
     """Return the row with the highest reward for each input (rejection sampling).
 
-    Of rows with equal rewards, returns the first.
+    If several rows have the highest reward, the first is returned.
     """
     return [max(group, key=REWARD) for group in by_input(rows)]
 
@@ -31,8 +31,8 @@ def conditioned(rows: Rows, config: BatchInferenceConfig) -> Rows:
     """Return all rows with the reward inserted into the input.
 
     With --reward.normalize_enable, the inserted reward is (r − mean) ÷ standard deviation over all
-    rows, with the unbiased deviation, in float64; 0 if all rewards are equal. The reward model's
-    stored mean and deviation cancel out.
+    rows, with the unbiased deviation, in float64; it is 0 if all rewards are equal. The reward
+    model's stored mean and deviation cancel out.
     """
     center = 0.0
     scale = 1.0

@@ -1,4 +1,4 @@
-"""Engines and reward models of commands that do not train. They use the devices in turn."""
+"""Engines and reward models of commands that do not train. They take turns using the devices."""
 
 from collections.abc import Iterator
 from contextlib import closing, contextmanager
@@ -90,7 +90,7 @@ def exclusive(group: HostGroup) -> Placement:
 
 
 def largest_phase(config: EvaluationConfig | BatchInferenceConfig) -> Placement:
-    """Return the placement that needs the most slots: the engines' or the reward models'."""
+    """Return the larger placement, in slots: that of the engines or that of the reward models."""
     phases: list[HostGroup] = []
     if config.samples_answers:
         phases.append(engine_group(config.vllm, "vllm"))
@@ -116,7 +116,7 @@ def announce_engines(recorder: Recorder, config: settings.SamplingCommand, path:
 
 
 class Progress:
-    """Progress display: text beside the progress bar, or a note every NOTE_INTERVAL_S."""
+    """Progress display: text beside the progress bar, or a note every NOTE_INTERVAL_S seconds."""
 
     def __init__(self, display: Display) -> None:
         self.display = display

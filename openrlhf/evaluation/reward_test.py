@@ -1,4 +1,4 @@
-"""`openrlhf reward test`: calls a run's reward, as in a run, on rows with given responses."""
+"""`openrlhf reward test`, which calls a run's reward on rows with given responses."""
 
 import asyncio
 import shutil
@@ -120,8 +120,8 @@ def read_output(logs: Path) -> str:
 def show_output(logs: Path, *, keep: bool) -> None:
     """Print the end of the reward's output, and delete its logs.
 
-    The logs are kept if their output is longer than what is printed, or if `keep` is true and there
-    is any output.
+    The logs are kept if their output is longer than the printed part, or if `keep` is true and
+    there is any output.
     """
     output = read_output(logs).strip()
     kept = output != "" and (keep or len(output) > SHOWN_OUTPUT)
@@ -194,9 +194,9 @@ async def score_all(
 ) -> list[Scored]:
     """Score all requests, `at_once` calls at a time.
 
-    `groups`: adjacent requests with the same prompt share a call. A single request is passed twice,
-    because a run passes several samples per prompt; a function that returns too few rewards
-    therefore also fails here.
+    With `groups`, adjacent requests with the same prompt share a call. A single request is passed
+    twice, because a run passes several samples per prompt; a function that returns too few rewards
+    therefore fails in this test too.
     """
     turns = asyncio.Semaphore(at_once)
 

@@ -1,4 +1,4 @@
-"""`openrlhf eval`: pass@k, reward-model accuracy, and win rate against another model."""
+"""`openrlhf eval`, which measures pass@k, reward-model accuracy or a win rate."""
 
 import asyncio
 from collections.abc import Callable, Hashable, Mapping, Sequence
@@ -166,8 +166,8 @@ class Candidate:
 def read_candidate(config: EvaluationConfig, section: Literal["model", "against"]) -> Candidate:
     """Load a model's tokenizer and prompts, and check models and prompts.
 
-    Checks the model, the agents, the reward models that read its tokens, and the prompts. Raises
-    ModelError or DataError.
+    The checks cover the model, the agents, the reward models that read the model's tokens, and the
+    prompts. Raises ModelError or DataError.
     """
     path = config.model.model_name_or_path
     if section == "against":
@@ -247,7 +247,7 @@ class Evaluation:
             return self._sample(model, fleet, spec, agents)
 
     def written(self, model: Candidate, answers: Sequence[list[int]]) -> list[Trajectory]:
-        """Score given answers, one per prompt, like sampled answers."""
+        """Score given answers, one per prompt, in the same way as sampled answers."""
         spec = settings.eval_sampling(self.config)
         one_each = replace(spec, rollout=replace(spec.rollout, n_samples_per_prompt=1))
         return self._sample(model, WrittenAnswers(answers), one_each)
@@ -306,7 +306,7 @@ class Evaluation:
     def compared(
         self, ours: Sequence[Trajectory], theirs: Sequence[Trajectory]
     ) -> list[Comparison]:
-        """Pair the answers; the larger reward wins."""
+        """Pair the answers. In each pair, the answer with the larger reward wins."""
         scored = self.rewarded([*ours, *theirs])
         pairs = comparing.pair_up(scored[: len(ours)], scored[len(ours) :])
         return [replace(pair, win=comparing.by_reward(pair)) for pair in pairs]
@@ -348,7 +348,7 @@ def rows_of(
     episode: Callable[[T], Trajectory],
     columns: Callable[[Sequence[T]], Mapping[str, float]],
 ) -> dict[str, Mapping[str, float]]:
-    """Return a row of `columns` per data source, plus a row "all" if there are several."""
+    """Return a row of `columns` per data source, plus a row "all" if there are several sources."""
     rows = {source: columns(members) for source, members in group_by_source(items, episode).items()}
     if len(rows) != 1:
         rows["all"] = columns(items)

@@ -13,15 +13,16 @@ class Asked:
 
     question: Any
     answer: Any
-    # False if it was sent elsewhere in the process during the call, perhaps on the call's behalf
+    # False if the question was sent elsewhere in the process during the call, perhaps on the call's
+    # behalf
     own: bool
 
 
 class UserCodeError(RuntimeError):
     """A failed call to user code.
 
-    It raised, timed out, ended its process, or returned a value that cannot be serialized. The
-    message contains the traceback.
+    The call raised an exception, timed out, ended its process, or returned a value that cannot be
+    serialized. The message contains the traceback.
     """
 
     def __init__(self, message: str, failure: Failure = Failure.EXCEPTION) -> None:
@@ -30,9 +31,9 @@ class UserCodeError(RuntimeError):
 
 
 class ProcessLost(UserCodeError):
-    """A call whose process ended.
+    """Error for a call whose process ended.
 
-    `again` is where the call may be retried, or None if the call itself killed the process.
+    `again` states where the call may be retried, or is None if the call itself killed the process.
     """
 
     def __init__(self, error: UserCodeError, again: Literal["anywhere", "alone"] | None) -> None:
@@ -48,11 +49,11 @@ class UserCall:
     question and the question. `asked` collects questions and answers, even if the call fails.
     """
 
-    name: str  # what messages call it
+    name: str  # name of the call in messages
     target: str  # path/to/file.py:function or package.module:function
     args: tuple[Any, ...] = ()
     kwargs: Mapping[str, Any] = field(default_factory=dict, hash=False)
-    seconds: float  # time limit of its own work; restarts after each answer
+    seconds: float  # time limit of the call's own work; restarts after each answer
     limit: str
     total_seconds: float | None = None  # time limit that includes waiting for answers
     total_limit: str = ""
@@ -66,4 +67,5 @@ class Limits:
 
     memory_gib: float
     at_once: int  # concurrent calls
-    grace: float  # seconds a call has to end after its deadline, before its process is killed
+    # time in seconds for a call to end after its deadline, before its process is killed
+    grace: float

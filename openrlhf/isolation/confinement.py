@@ -1,9 +1,9 @@
 """Restrictions on processes that run untrusted code, and cleanup of all their descendants.
 
-User processes and sandboxed programs use this module. It needs only the standard library and Linux
-system calls that require no privileges. A restriction is permanent for the calling process and
-inherited by its children. If the kernel does not support a restriction, its function raises OSError
-or returns False.
+User processes and sandboxed programs use this module, which needs only the standard library and
+Linux system calls that require no privileges. A restriction is permanent for the calling process
+and inherited by its children. If the kernel does not support a restriction, its function raises
+OSError or returns False.
 
 The parent of a confined process calls `adopt_orphans` before starting it and `end_all` afterwards.
 A descendant that daemonizes, leaves its session or loses its parent then becomes a child of the
@@ -66,9 +66,9 @@ def die_with_parent() -> None:
 def limit_processes(count: int, uid: int) -> bool:
     """Limit this process and its descendants to `count` processes and threads in total.
 
-    Returns False if the limit could not be set. The kernel counts per user and never limits root.
-    Root therefore becomes the otherwise unused user `uid`, and keeps its rights over files and
-    processes. Any other user enters a new user namespace, where the count starts at zero.
+    Returns False if the limit could not be set. The kernel counts processes per user and never
+    limits root. Root therefore becomes the otherwise unused user `uid`, and keeps its rights over
+    files and processes. Any other user enters a new user namespace, where the count starts at zero.
     """
     try:
         if os.geteuid() == 0 or os.geteuid() in UIDS:
@@ -94,7 +94,7 @@ def _change_user(uid: int) -> None:
     os.setresuid(uid, uid, uid)
     # Each of these two capabilities exempts a process from the limit.
     keep_capabilities(capabilities() - {CAP_SYS_ADMIN, CAP_SYS_RESOURCE})
-    _libc.setfsuid(0)  # files it writes belong to root
+    _libc.setfsuid(0)  # files that this process writes belong to root
 
 
 def _enter_user_namespace() -> None:
@@ -136,7 +136,7 @@ def restrict_files(*, read: Iterable[str], write: str) -> None:
     version = _call(_libc.syscall(LANDLOCK_CREATE, None, 0, 1))
     every = (1 << {1: 13, 2: 14, 3: 15, 4: 15}.get(version, 16)) - 1
     rules = struct.pack("QQQ", every, BIND_AND_CONNECT, SOCKETS_AND_SIGNALS)
-    size = 8  # bytes of `rules` that this version knows
+    size = 8  # number of bytes of `rules` that this version knows
     if version >= LANDLOCK_NETWORK:
         size = 16
     if version >= LANDLOCK_SIGNALS:
@@ -181,7 +181,7 @@ def restrict_calls() -> None:
 def end_all(child: int) -> int:
     """Kill and reap every descendant of this process. Returns the wait status of `child`."""
     statuses: dict[int, int] = {}
-    while killed_some():  # the next round finds processes forked in the meantime
+    while killed_some():  # the next round finds any processes forked in the meantime
         with suppress(ChildProcessError):
             while (ended := os.waitpid(-1, os.WNOHANG))[0]:
                 statuses.update([ended])
@@ -199,7 +199,7 @@ def reap_orphans(child: int) -> None:
 
 
 def killed_some() -> bool:
-    """Kill every descendant of this process. Returns True if there was one, even a zombie."""
+    """Kill every descendant of this process. Returns True if there was any, even a zombie."""
     killed = False
     for pid in descendants():
         with suppress(OSError):

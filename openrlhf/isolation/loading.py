@@ -44,7 +44,7 @@ def load_file(path: Path) -> ModuleType:
         os.environ["PYTHONPATH"] = os.pathsep.join([folder, os.environ.get("PYTHONPATH", "")])
     name = f"user_file_{path.stem}"  # a file named math.py must not replace the math module
     spec = importlib.util.spec_from_file_location(name, path)
-    assert spec and spec.loader  # the name ends with .py
+    assert spec and spec.loader  # guaranteed, because the name ends with .py
     module = sys.modules[name] = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(module)
     return module

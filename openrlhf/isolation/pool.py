@@ -6,7 +6,8 @@ continues, and a later call starts a new process in its place.
 
 If the process was running several calls, only the call at fault fails. Calls that were waiting for
 an answer are retried in another process. Calls whose own code was running are retried too, each
-alone in a process, because any of them may be the call at fault and end that process as well.
+alone in a process, because any of these calls may be the one at fault and may end that process as
+well.
 """
 
 import asyncio
@@ -27,7 +28,8 @@ __all__ = ["Asked", "ProcessPool", "UserCall", "UserCodeError"]
 LOAD_S = 120.0  # minimum time limit for importing a user's file
 LEAST_ALONE = 4  # minimum number of processes reserved for calls that run alone
 LOSSES = (
-    4  # after this many lost processes, a call that only waited for answers fails or runs alone
+    # after this number of lost processes, a call that only waited for answers fails or runs alone
+    4
 )
 LOG_BYTES = 16 << 20  # logs above this size are shortened
 LOG_KEPT = 1 << 20  # bytes kept at each end of a shortened log
@@ -40,8 +42,8 @@ class ProcessPool:
 
     It can be used from any thread and event loop. A process starts at its first call. `memory_gib`
     limits the data (RLIMIT_DATA) of each process. Output of user code goes to `<name>-<n>.log` in
-    `log_dir`, one file per process, or to stderr without `log_dir`. `grace` (seconds): see
-    `Limits`.
+    `log_dir`, one file per process, or to stderr without `log_dir`. `Limits` defines `grace`
+    (seconds).
     """
 
     def __init__(
@@ -135,7 +137,8 @@ class ProcessPool:
     async def _close(self) -> None:
         self._keeping_short.cancel()
         await asyncio.gather(self._shared.close(), self._alone.close())
-        calls = asyncio.all_tasks() - {asyncio.current_task()}  # they are still raising errors
+        # calls that are still raising errors
+        calls = asyncio.all_tasks() - {asyncio.current_task()}
         await asyncio.gather(*calls, return_exceptions=True)
 
     def __enter__(self) -> Self:
@@ -206,7 +209,7 @@ class _Processes:
 
 
 async def _keep_short(logs: Sequence[Path]) -> None:
-    """Cut the middle out of each log that exceeds `LOG_BYTES`, until cancelled."""
+    """Repeatedly cut the middle out of each log that exceeds `LOG_BYTES`, until cancelled."""
     removed = dict.fromkeys(logs, 0)  # bytes
     while True:
         for log in logs:

@@ -24,8 +24,8 @@ from openrlhf.isolation.confinement import UIDS
 from openrlhf.isolation.program import DUMP_SIGNAL, LENGTH, MAX_MESSAGE_BYTES
 from openrlhf.reporting import warn
 
-END_S = 5.0  # time for a process to end with all its descendants before it is killed
-DUMP_S = 0.5  # time for a late call to write the stack trace of where it hangs
+END_S = 5.0  # time for a process and all its descendants to end before the process is killed
+DUMP_S = 0.5  # time for a late call to write the stack trace that shows where it hangs
 SLOW_LOAD_S = 10.0  # time after which a load that is still running is reported
 PROGRAM = "import sys; from openrlhf.isolation.program import main; main(*map(int, sys.argv[1:]))"
 ENVIRONMENT = {"OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": "", "PYTHONUNBUFFERED": "1"}
@@ -41,8 +41,8 @@ class _Running:
     log_start: int  # size of the log in bytes when the call started
     questions: int = 0  # number of questions asked so far
     waiting: set[asyncio.Task[None]] = field(default_factory=set)  # tasks that compute its answers
-    clock: asyncio.Timeout  # time limit of its own work
-    late: str | None = None  # description of the deadline that it missed
+    clock: asyncio.Timeout  # time limit of the call's own work
+    late: str | None = None  # description of the deadline that the call missed
 
 
 class UserProcess:
@@ -51,7 +51,8 @@ class UserProcess:
     def __init__(self, limits: Limits, log: Path | None) -> None:
         self.limits, self.log = limits, log
         self.calls_given = 0
-        # A call was late here and may have left hanging threads: accept no further calls.
+        # A call in this process was late and may have left hanging threads, so accept no further
+        # calls.
         self.retiring = False
         self.loads: dict[UserCall, asyncio.Task[Any]] = {}
         self.process: subprocess.Popen[bytes] | None = None
@@ -120,7 +121,7 @@ class UserProcess:
     async def _start(self) -> None:
         """Start the process in its own session, and start reading its messages."""
         ours, theirs = socket.socketpair()
-        uid = random.choice(UIDS)  # user code runs as this user if we are root
+        uid = random.choice(UIDS)  # user code runs as this user if this process runs as root
         if self.log is None:
             output = os.dup(2)
         else:
@@ -131,7 +132,8 @@ class UserProcess:
                 [sys.executable, "-c", PROGRAM, *map(str, (theirs.fileno(), memory_bytes, uid))],
                 pass_fds=[theirs.fileno()],
                 start_new_session=True,
-                # Closed to end the process; the kernel closes it if this process is killed.
+                # This pipe is closed to end the process; the kernel closes it if this process is
+                # killed.
                 stdin=subprocess.PIPE,
                 stdout=output,
                 stderr=output,
@@ -234,7 +236,7 @@ class UserProcess:
         for running in left:
             again: Literal["anywhere", "alone"] | None = "anywhere"
             if suspects == left == [running]:
-                again = None  # this call itself killed the process
+                again = None  # the call itself killed the process
             elif running in suspects:
                 again = "alone"
             running.done.set_exception(
@@ -267,14 +269,14 @@ class UserProcess:
             error = UserCodeError(
                 f"{running.late} and was interrupted here:\n{text}", Failure.TIMEOUT
             )
-        # The call lacked memory or processes, which other calls may be holding.
+        # The call ran out of memory or processes, which other calls may be holding.
         if message["scarce"] and len(self._calls) > 1:
             error = ProcessLost(error, "alone")
         running.done.set_exception(error)
         self._culprit_known = message["scarce"] or failure is Failure.EXIT
 
     def _ask(self, running: _Running | None, *, number: int, question: Any) -> None:
-        """Answer a question of a call, whose clock is paused until the answer arrives.
+        """Answer a call's question, pausing the call's clock until the answer arrives.
 
         If the asking call is unknown, the clock of every running call is paused.
         """
@@ -328,12 +330,13 @@ class UserProcess:
             # A process forked here may hold the pipe open, so closing it may not be enough.
             self.process.terminate()
             loop = asyncio.get_running_loop()
-            # User code may have stopped (SIGSTOP) the process. It dies with the process.
+            # User code may have stopped the process (SIGSTOP), so kill it. The user code dies with
+            # it.
             loop.call_later(END_S, self.process.kill)
             loop.call_later(END_S, self._writer.transport.abort)
 
     async def close(self, why: UserCodeError) -> None:
-        """Kill the process and wait until it has ended; its calls raise `why`."""
+        """Kill the process and wait until it has ended. The calls in it raise `why`."""
         self._ending, self.retiring = why, True
         if self._connected:
             with suppress(UserCodeError):
@@ -348,9 +351,9 @@ def _set(clock: asyncio.Timeout, end: float | None) -> None:
 
 
 def _environment() -> dict[str, str]:
-    """Return the environment of user processes: our environment plus our import path."""
+    """Return the environment of user processes: this process's environment plus its import path."""
     path = os.pathsep.join(entry or os.getcwd() for entry in sys.path)
-    # If we are root, the process becomes a user without an entry in the password file.
+    # If this process is root, the new process becomes a user without an entry in the password file.
     names = {"USER": "root", "HOME": os.path.expanduser("~")} if os.geteuid() == 0 else {}
     return {**names, **os.environ, **ENVIRONMENT, "PYTHONPATH": path}
 

@@ -45,7 +45,8 @@ from openrlhf.isolation.loading import load_function, plain
 
 # Maximum number of processes and threads of a user process and its descendants (fork bombs).
 PROCESSES = 512
-# Threads for `asyncio.to_thread`, shared by waiting calls and late calls that still hang there.
+# Number of threads for `asyncio.to_thread`, which waiting calls share with late calls that still
+# hang.
 THREADS = 256
 STACK_BYTES = 2 << 20  # stack size of each thread; stacks count toward the process's memory limit
 MAX_MESSAGE_BYTES = 1 << 26  # maximum size of a message from a user process
@@ -54,7 +55,7 @@ OURS = (str(Path(__file__).parents[1]), "<frozen importlib")
 LENGTH = struct.Struct("!Q")  # each message is preceded by its length in bytes
 DUMP_SIGNAL = (
     signal.SIGUSR1
-)  # a user process that receives it writes the stack trace of its main thread to stderr
+)  # a user process that receives this signal writes the stack trace of its main thread to stderr
 Ask = Callable[[Any], Coroutine[Any, Any, Any]]
 ASK = contextvars.ContextVar[Ask]("sends the current call's questions to the pool's owner")
 
@@ -168,7 +169,7 @@ class Program:
 
 
 def failure_of(error: BaseException, otherwise: Failure) -> Failure:
-    """Classify an exception raised by user code. Our own errors have a `failure` attribute."""
+    """Classify an exception from user code. This package's errors have a `failure` attribute."""
     own = getattr(error, "failure", None)
     if isinstance(own, Failure):
         return own
@@ -201,7 +202,7 @@ def _is_full() -> bool:
 def main(socket_fd: int, memory_bytes: int, uid: int) -> None:
     """Run user code in a child process, then kill all its remaining processes.
 
-    The child is killed when the pool closes our standard input or sends SIGTERM.
+    The child is killed when the pool closes this process's standard input or sends SIGTERM.
     """
     confinement.limit(resource.RLIMIT_CORE, 0)
     confinement.adopt_orphans()
@@ -217,7 +218,7 @@ def main(socket_fd: int, memory_bytes: int, uid: int) -> None:
     for number in (signal.SIGTERM, DUMP_SIGNAL):
         signal.signal(number, signal.SIG_IGN)
     code = os.waitstatus_to_exitcode(confinement.end_all(child))
-    if code < 0:  # end like the child, by the same signal
+    if code < 0:  # end by the same signal as the child
         with suppress(OSError):  # the handler of SIGKILL cannot be set and needs no reset
             signal.signal(-code, signal.SIG_DFL)
         os.kill(os.getpid(), -code)
@@ -237,11 +238,12 @@ def run_user_code(channel: socket.socket, memory_bytes: int, uid: int) -> None:
     with suppress(OSError):
         Path("/proc/self/oom_score_adj").write_text("1000")
     confinement.limit_processes(PROCESSES, uid)
-    confinement.die_with_parent()  # must follow the change of user, which would reset it
+    confinement.die_with_parent()  # must follow the change of user, which would reset this setting
     channel.set_inheritable(False)
     try:
         Program(channel).serve()
-    # Raised in a callback or task of user code: exit before asyncio cancels the other calls.
+    # This was raised in a callback or task of user code. Exit before asyncio cancels the other
+    # calls.
     except SystemExit as end:
         code = end.code or 0
         if not isinstance(code, int):

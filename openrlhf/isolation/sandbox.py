@@ -26,7 +26,7 @@ from typing import NoReturn
 from openrlhf.isolation import confinement
 
 MEMORY_BYTES = 2 << 30  # address space of each process
-FILE_BYTES = 16 << 20  # of each file, including the captured output
+FILE_BYTES = 16 << 20  # maximum size of each file, including the captured output
 PROCESSES, OPEN_FILES = 32, 128
 FOLDER_ENTRIES, FOLDER_BYTES = 4096, 256 << 20  # limits on the contents of a program's folder
 LOOK_SECONDS = 0.05  # interval between checks of the folder
@@ -58,7 +58,7 @@ class SandboxError(RuntimeError):
 class Ran:
     """The outcome of a program."""
 
-    ok: bool  # it exited with status 0 before its deadline
+    ok: bool  # True if the program exited with status 0 before its deadline
     late: bool  # it timed out
     output: str  # its standard output
     errors: str  # the last 2000 bytes of its standard error
@@ -67,13 +67,13 @@ class Ran:
 def run_program(program: str, stdin: str = "", *, seconds: float) -> Ran:
     """Run `program` with `stdin` as its standard input.
 
-    It may use `seconds` of CPU time and twice as much wall-clock time. Raises SandboxError if it
-    cannot be started.
+    The program may use `seconds` of CPU time and twice as much wall-clock time. Raises SandboxError
+    if the program cannot be started.
     """
     with tempfile.TemporaryFile() as output, tempfile.TemporaryFile() as errors:
         folder = tempfile.mkdtemp(prefix="sandbox-")  # the launcher removes it
         Path(folder, "program.py").write_text(program, encoding="utf-8", errors="replace")
-        uid = random.choice(confinement.UIDS)  # user id of the program if we are root
+        uid = random.choice(confinement.UIDS)  # user id of the program if this process runs as root
         status = None
         with suppress(subprocess.TimeoutExpired):
             status = subprocess.run(
@@ -178,14 +178,14 @@ def is_too_full(folder: str) -> bool:
 
 
 def remove_folder(folder: str) -> None:
-    """Start to remove a folder of any depth, regardless of its permissions, without waiting."""
+    """Remove a folder of any depth, regardless of its permissions, in the background."""
     command = 'chmod -R u+rwx "$0"; rm -rf "$0"'
     with suppress(OSError):  # no process can be started
         subprocess.Popen(["sh", "-c", command, folder], stderr=subprocess.DEVNULL)
 
 
 def _confine(seconds: float, readable: list[str], unprotected: list[str]) -> None:
-    """Drop rights that a program does not need.
+    """Drop the rights that a program does not need.
 
     The environment variable UNPROTECTED describes, as JSON, the rights that cannot be dropped.
     """

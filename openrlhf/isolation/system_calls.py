@@ -10,7 +10,7 @@ import errno
 import struct
 from typing import NamedTuple
 
-# Each row of numbers has the names of its calls above it.
+# The comment above each row of numbers names the calls in that row.
 ALLOWED = (
     # read, write, close, stat, fstat, lstat, poll, lseek, mmap, mprotect, munmap, brk
     0, 1, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12,
@@ -55,7 +55,8 @@ ALLOWED = (
     # faccessat2, epoll_pwait2
     439, 441,
 )  # fmt: skip
-# The newest known call that libc makes by itself. If a newer call is absent, libc falls back.
+# The newest known call that libc makes on its own. If a newer call is absent, libc uses an older
+# one.
 NEWEST_KNOWN = 334
 
 
@@ -92,7 +93,7 @@ LOAD, AND, EQUAL, AT_LEAST, GREATER, RETURN = 0x20, 0x54, 0x15, 0x35, 0x25, 0x06
 ALLOW, ERROR, KILL = 0x7FFF_0000, 0x0005_0000, 0x8000_0000
 REFUSE, ABSENT = ERROR | errno.EPERM, ERROR | errno.ENOSYS
 X86_64, X32_CALLS = 0xC000_003E, 0x4000_0000
-NUMBER_AT, ARCHITECTURE_AT, ARGUMENTS_AT = 0, 4, 16  # bytes in struct seccomp_data
+NUMBER_AT, ARCHITECTURE_AT, ARGUMENTS_AT = 0, 4, 16  # byte offsets in struct seccomp_data
 # code, number of instructions to skip if true, number to skip if false, operand
 Instruction = tuple[int, int, int, int]
 

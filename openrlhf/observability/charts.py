@@ -1,6 +1,6 @@
-"""Lines for the report's charts: downsampled curves, and moving averages of noisy curves.
+"""Lines for the report's charts: downsampled curves and moving averages of noisy curves.
 
-The page's script draws them with uPlot.
+The page's script draws the lines with uPlot.
 """
 
 import math
@@ -15,7 +15,7 @@ MAX_POINTS = 480  # maximum number of points in a line
 
 
 class Line(NamedTuple):
-    """One line of a chart. A pale line is followed by its moving average, which has no label."""
+    """One line of a chart. A pale line is followed by an unlabeled line with its moving average."""
 
     label: str
     color: int  # index into the page's color list

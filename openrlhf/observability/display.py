@@ -29,7 +29,7 @@ class Display:
     def __init__(
         self, *, quiet: bool = False, json: bool = False, out: TextIO | None = None
     ) -> None:
-        """`quiet` and `json` are --run.quiet and --run.json; `out` defaults to standard output."""
+        """Set up the display with --run.quiet and --run.json. `out` defaults to standard output."""
         self._out = out or sys.stdout
         self.json = json
         self.live = not quiet and not json and self._out.isatty()
@@ -65,7 +65,7 @@ class Display:
     def status(self, text: str, *, done: int | None = None) -> None:
         """Show the current activity beside the progress bar, e.g. "generating 512 episodes".
 
-        `done`: the new number of completed steps; None leaves the bar unchanged.
+        `done` is the new number of completed steps; None leaves the bar unchanged.
         """
         self._progress.update(self._bar, description=text, completed=done)
 

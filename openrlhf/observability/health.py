@@ -16,7 +16,7 @@ from openrlhf.config.flags import toml_beside
 
 
 class Point(NamedTuple):
-    """A value of a metric, its step, and its standard error (NaN if none is logged)."""
+    """A value of a metric, its step, and its standard error (NaN if not logged)."""
 
     step: int
     value: float
@@ -40,7 +40,7 @@ Shape = Literal[
 
 @dataclass(frozen=True)
 class Rule:
-    """A problem, the metrics that reveal it, and the shape of their curves if a run has it.
+    """A problem, the metrics that reveal it, and the shape of their curves in an affected run.
 
     `metric` is a regular expression that must match the whole name. The rule applies if the latest
     `points` of a curve (0: the whole curve) have the shape `looks`; `holds` defines how each shape
@@ -93,7 +93,7 @@ class Rule:
                 return max(values) - min(values) <= limit * max(map(abs, values))
             case "rising":
                 return values == sorted(values) and values[-1] > limit * values[0]
-            case "fallen":  # by more than `limit` standard errors of the difference
+            case "fallen":  # fallen by more than `limit` standard errors of the difference
                 return all(
                     start.value - point.value > limit * math.hypot(start.error, point.error)
                     for point in latest
@@ -101,7 +101,7 @@ class Rule:
 
 
 class Health:
-    """Monitor of a run's numbers that returns each notice as soon as its rule applies."""
+    """A monitor of a run's numbers that returns each notice as soon as its rule applies."""
 
     def __init__(self) -> None:
         self._curves: dict[str, list[Point]] = {}
@@ -176,7 +176,7 @@ def _is_watched(name: str) -> bool:
 
 
 MEANING: dict[str, str] = toml_beside(__file__)  # explanation of each problem and what to check
-CAUSES = {  # a problem is not reported if its cause already was
+CAUSES = {  # a problem is not reported if its cause has already been reported
     "no update": "same rewards",
     "rounded away": "no update",
 }

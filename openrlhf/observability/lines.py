@@ -36,7 +36,7 @@ SHOWN_METRICS = (  # in the order of display
     ShownMetric("length", ["train/response_length", "rollout/response_length_mean"], "{:4.0f}"),
     ShownMetric("lr", ["train/lr"], "{:.1e}"),
 )
-SHOWN_STAGES = {  # shown in parentheses after a step's total duration
+SHOWN_STAGES = {  # stages shown in parentheses after a step's total duration
     "timing/generation": "generate",
     "timing/make_experience": "score",
     "timing/ppo_train": "train",
@@ -82,7 +82,7 @@ def step_line(
 
 
 def _problem_parts(values: Mapping[str, float]) -> list[Text]:
-    """Return the numbers of truncated and failed episodes and skipped steps, if there are any."""
+    """Return the numbers of truncated episodes, failed episodes and skipped steps, if any."""
     parts: list[Text] = []
     truncated = values.get("train/truncated", 0)
     if truncated >= MIN_SHOWN_TRUNCATED:
@@ -103,7 +103,7 @@ def _problem_parts(values: Mapping[str, float]) -> list[Text]:
 def evaluation_line(step: int, values: Mapping[str, float]) -> Text:
     """Return the line of an evaluation: all results, pass@k first.
 
-    A data source's standard error is shown as detail of its pass@1.
+    A data source's standard error is shown as a detail of its pass@1.
     """
     main: list[Text] = []
     more: list[Text] = []

@@ -17,7 +17,7 @@ class LogFile:
 
     def __init__(self, path: Path) -> None:
         self.path = path
-        # Unbuffered: a killed process loses at most the line that it was writing.
+        # The file is unbuffered, so a killed process loses at most the line that it was writing.
         self._file = path.open("ab", buffering=0)
         self._pending = b""
         self._has_failed = False

@@ -21,7 +21,7 @@ class Metric(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class Mean:
-    """A weighted mean. Merging parts of different sizes gives the mean over all of them."""
+    """A weighted mean. Merging parts of different sizes gives the mean over all their values."""
 
     sum: float
     count: float
@@ -76,7 +76,7 @@ class Deviation:
 
 @dataclass(frozen=True, slots=True)
 class Max:
-    """The largest value, or NaN if any part is NaN, so that a large value cannot hide a NaN."""
+    """The largest value, or NaN if any part is NaN, because a large value must not hide a NaN."""
 
     value: float
 
@@ -115,7 +115,7 @@ def merge_all(parts: Iterable[Mapping[str, Metric]]) -> dict[str, Metric]:
 
 
 def values(metrics: Mapping[str, Metric]) -> dict[str, float]:
-    """Return the numbers to log. A mean over nothing has no value and is omitted."""
+    """Return the numbers to log. A mean over no values is omitted."""
     logged: dict[str, float] = {}
     for name, metric in metrics.items():
         if isinstance(metric, Mean) and metric.count == 0:

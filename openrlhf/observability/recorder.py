@@ -24,17 +24,17 @@ from openrlhf.observability.run_folder import (
 )
 from openrlhf.observability.trackers import make_trackers
 
-# Per step, samples.jsonl gets at most this many episodes, this many filtered episodes and this many
+# At each step, samples.jsonl gets at most this number of episodes, of filtered episodes and of
 # failed episodes.
 SAMPLES_PER_STEP = 16
-SAMPLES_PER_EVALUATION = 4  # from the same prompts each time, to compare evaluations
+SAMPLES_PER_EVALUATION = 4  # always from the same prompts, so that evaluations can be compared
 
 
 class Recorder:
     """Logger of a run's metrics and samples. Only the main process has one.
 
-    `resume_step`: the step that a resumed run continues from. The run reuses its folder `run_dir`;
-    lines logged after that step are removed.
+    `resume_step` is the step from which a resumed run continues. The run reuses its folder
+    `run_dir`, without the lines logged after that step.
     """
 
     def __init__(
@@ -89,7 +89,7 @@ class Recorder:
     ) -> None:
         """Log the metrics of an evaluation of the weights after `step`, and some samples.
 
-        The samples are one for each of the first prompts, and some failed ones.
+        These samples are one for each of the first prompts, and some failed samples.
         """
         self.display.evaluation(step, values)
         self.log(step, values)

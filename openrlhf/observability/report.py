@@ -1,8 +1,8 @@
 """report.html: a self-contained page about a run or about the stages of a pipeline.
 
 All content comes from run folders, so a report can be written while a run is training, after it was
-killed, or on another machine. The page needs no network access. Missing or empty files leave gaps.
-The template is `report.html.jinja`.
+killed, or on another machine. The page needs no network access. Missing or empty files leave gaps
+in the page. The template is `report.html.jinja`.
 """
 
 import os
@@ -37,7 +37,7 @@ from openrlhf.observability.run_folder import (
 Row = dict[str, Any]  # a line of a .jsonl file
 Series = dict[str, list[tuple[float, float]]]  # curves by metric
 
-HUGE = 1e100  # a larger number only means that something broke
+HUGE = 1e100  # a larger number only means that the training broke down
 MAX_SAMPLE_PAIRS = 4
 MAX_ERRORS = 10
 MAX_MORE_PANELS = 60
@@ -98,7 +98,7 @@ class Panel:
 
 @dataclass(frozen=True, kw_only=True)
 class Samples:
-    """Pairs of an earlier and a later sample, and the newest errors.
+    """Pairs of an earlier and a later sample, together with the newest errors.
 
     If there is only one step, no pair has a later sample. `caption` describes which samples are
     paired.
@@ -111,7 +111,7 @@ class Samples:
 
 
 class MainNumber(NamedTuple):
-    """A main metric of a stage, with its value at the beginning and at the end.
+    """A main metric of a stage, with its values at the beginning and at the end.
 
     Each value is a mean over `steps` steps.
     """
@@ -124,7 +124,7 @@ class MainNumber(NamedTuple):
 
 @dataclass(frozen=True, kw_only=True)
 class StageView:
-    """Contents of a stage's section on the page."""
+    """The contents of a stage's section on the page."""
 
     folder: Path
     command: Sequence[str]
@@ -155,8 +155,8 @@ def write_report(
 ) -> Path:
     """Write the page about `stages`, which maps stage names to run folders. Returns `path`.
 
-    `tables`: rows of the tables at the top of the page, starting with the column headings, e.g.
-    [["", "before", "after"], ["pass@1", 0.41, 0.62]].
+    `tables` has the rows of the tables at the top of the page, starting with the column headings,
+    e.g. [["", "before", "after"], ["pass@1", 0.41, 0.62]].
     """
     path.parent.mkdir(parents=True, exist_ok=True)
     views = {name: read_stage(folder) for name, folder in stages.items()}
@@ -337,8 +337,9 @@ def _pair_samples(
 ) -> tuple[str, Sequence[tuple[Row | None, Row | None]]]:
     """Return pairs of an earlier and a later sample, and a caption that describes them.
 
-    Both samples of a pair have the same prompt, if a prompt was sampled again. Otherwise samples of
-    the first and the newest step are paired; if there is a single step, the later one is None.
+    Both samples of a pair have the same prompt, if a prompt was sampled again. Otherwise, samples
+    of the first and the newest step are paired; if there is only one step, the later sample is
+    None.
     """
     for kind, history in (("evaluation", evaluation), ("training", training)):
         if history.repeated:

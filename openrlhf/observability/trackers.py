@@ -1,8 +1,8 @@
 """Mirrors of metrics.jsonl: TensorBoard and Weights & Biases.
 
 A tracker never stops a run. If it cannot start or fails later, a warning is printed once and the
-run continues without it; the run folder always contains every number. The only error is a tracker
-whose flag is set but whose package is not installed, which is raised before models are loaded.
+run continues without it; the run folder always contains every number. The only error, raised before
+models are loaded, is for a tracker whose flag is set but whose package is not installed.
 """
 
 import importlib
@@ -24,7 +24,7 @@ from openrlhf.reporting import warn
 
 SAMPLES_NAME = "train/generated_samples"
 WANDB_KEY_LENGTH = 40  # a shorter --logger.wandb.key selects this machine's W&B login
-WANDB_SAMPLE_ROWS = 200  # bounded, because the whole W&B table is uploaded each time it grows
+WANDB_SAMPLE_ROWS = 200  # limited, because the whole W&B table is uploaded each time it grows
 
 
 class Trackers:
@@ -146,9 +146,9 @@ def make_trackers(
 ) -> Trackers:
     """Start the trackers that the flags select.
 
-    `settings`: the resolved configuration, shown by W&B. `resume_step`: the step that a resumed run
-    continues from. Raises ConfigError if a W&B key is set but wandb is not installed; any other
-    startup failure is a warning.
+    `settings` is the resolved configuration, which W&B shows. `resume_step` is the step from which
+    a resumed run continues. Raises ConfigError if a W&B key is set but wandb is not installed; any
+    other startup failure is a warning.
     """
     wandb = config.wandb
     # W&B creates a folder ./wandb, which Python treats as a namespace package without an origin.

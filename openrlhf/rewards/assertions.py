@@ -20,7 +20,7 @@ from dataclasses import dataclass
 from types import CodeType
 from typing import Any, cast
 
-# `bytes` is excluded: bytes(n) allocates n bytes, however large n is.
+# `bytes` is excluded, because bytes(n) allocates n bytes no matter how large n is.
 FUNCTIONS: Mapping[str, Any] = {
     function.__name__: function
     for function in (
@@ -33,7 +33,7 @@ PLAIN = (
     ast.boolop, ast.UnaryOp, ast.unaryop, ast.BinOp, ast.operator, ast.Subscript, ast.Slice,
     ast.IfExp, ast.keyword, ast.expr_context,
 )  # fmt: skip
-# With a value from the program as operand, these operations could exhaust the memory.
+# These operations could exhaust the memory if an operand came from the program.
 GROWING = (ast.Mult, ast.Pow, ast.LShift, ast.Mod)
 # In an assertion, these names refer to Python's own functions, not to the program's.
 OWN_NAMES = {*dir(builtins), "math"}
@@ -43,7 +43,7 @@ VALUE = "__value_{}"
 
 
 class Other:
-    """A program's value that is not plain data. It equals nothing; only its truth is known."""
+    """A program's value that is not plain data. It equals no value; only its truth is known."""
 
     def __init__(self, true: bool) -> None:
         self.true = true

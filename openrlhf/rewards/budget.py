@@ -8,13 +8,13 @@ from openrlhf.core.trajectory import Trajectory
 
 
 class RewardErrors(UserError, RuntimeError):
-    """Too many failed episodes in one batch. The message contains the first error."""
+    """Error for too many failed episodes in one batch. The message contains the first error."""
 
 
 class ErrorBudget:
     """The maximum fraction of a batch's episodes that may fail.
 
-    It is --reward.max_error_rate, or 1 with --reward.on_error drop.
+    This fraction is --reward.max_error_rate, or 1 with --reward.on_error drop.
     """
 
     def __init__(self, reward: RewardConfig) -> None:
@@ -29,7 +29,7 @@ class ErrorBudget:
     def check(self, trajectories: Sequence[Trajectory], *, of: str = "episodes") -> None:
         """Raise RewardErrors with the first error if too many trajectories failed.
 
-        `of` is what the message calls the trajectories.
+        The message refers to the trajectories as `of`.
         """
         failed = [trajectory.error for trajectory in trajectories if trajectory.failed]
         self.check_errors(failed, of=len(trajectories), what=f"{of} failed")

@@ -20,9 +20,9 @@ from openrlhf.rewards.assertions import read_assertions
 TEST_SECONDS = 10.0  # CPU time limit of one test
 LEAST_TEST_SECONDS = 0.1  # a test is not started if less time is left
 PART_OF_TIMEOUT = (
-    0.8  # share of the call's timeout for all tests; the rest is for starting sandboxes
+    0.8  # share of the call's timeout that all tests may use; the rest is for starting sandboxes
 )
-# Language tags of fenced blocks that may contain the program.
+# Language tags of the fenced code blocks that may contain the program.
 PYTHON_BLOCKS = ("python", "python3", "py", "")
 _FENCED = re.compile(r"```(\w*)[^\n]*\n(.*?)```", re.DOTALL)
 _RANGE = re.compile(r"\s*(?:(\d+)\s*-\s*)?(\d+)\s*")

@@ -23,7 +23,7 @@ class Arguments:
 
     names: Sequence[str] = ARGUMENTS
     by_name: bool = False
-    notice: str = ""  # how the function is called, if its author may not expect it
+    notice: str = ""  # how the function is called, if this may surprise its author
 
     @classmethod
     def for_parameters(cls, parameters: list[list[Any]] | None) -> Self:
@@ -78,9 +78,10 @@ def _unlabelled(names: Sequence[str]) -> str:
 class FunctionReward(Reward):
     """The user's `reward_func(queries, prompts, labels)`, run in the processes of `pool`.
 
-    The function is called once per sample with lists of length 1, or with --reward.batch once with
-    all requests. --reward.timeout limits each call. The function may be `async`, accept `**kwargs`,
-    omit `labels`, and return a bare tensor or list of rewards. `function` is its name in the file.
+    The function is called once per sample with lists of length 1, or, with --reward.batch, once
+    with all requests. --reward.timeout limits each call. The function may be `async`, accept
+    `**kwargs`, omit `labels`, and return a bare tensor or list of rewards. `function` is its name
+    in the file.
     """
 
     def __init__(

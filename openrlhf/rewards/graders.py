@@ -18,17 +18,18 @@ from openrlhf.config.flags import toml_beside
 from openrlhf.rewards.labels import math_answers
 
 SYMBOLIC_SECONDS = 5  # time limit of each call to math-verify
-# In characters. Longer answers are not parsed, so that grading a rambling policy stays cheap.
+# Maximum length in characters. Longer answers are not parsed, so that grading a rambling policy
+# stays cheap.
 LONGEST_ANSWER = 1000
 logging.getLogger("math_verify").setLevel(logging.ERROR)  # its warnings repeat the whole response
 
 TABLES = toml_beside(__file__)
 SPELLING_RULES = TABLES["signs"] + TABLES["spelling"]
 VALUE_RULES = TABLES["signs"] + TABLES["value"]
-# Its removal of units is left off because it would also remove variables such as t.
+# math-verify's removal of units is off, because it would also remove variables such as t.
 NORMAL_FORM = NormalizationConfig(malformed_operators=True, boxed="none")
 _MIXED = re.compile(r"(?<![\w^.])(\d+) +(\d+)/(\d+)")
-# math-verify's own extraction joins adjacent boxes and accepts a box that is never closed.
+# This replaces math-verify's own extraction, which joins adjacent boxes and accepts unclosed boxes.
 _BRACE = re.compile(r"\\(?:boxed|fbox)\s*\{|(?<!\\)[{}]")
 _GSM8K = re.compile(r"####\s*\$?\s*(-?[\d,./]*\d)")
 _FRACTION = re.compile(r"-?\d+/\d+")
@@ -70,9 +71,9 @@ def gsm8k_answer(text: str) -> str | None:
 def grade_answer(given: str | None, truth: str | None) -> bool:
     """Return whether `given` equals `truth` in normalized form, or part by part in value.
 
-    Fractions must match as written (2/4 is not 1/2), and only an integer matches an integer. Other
-    parts are compared symbolically if they contain at most two distinct letters and no exponent
-    above 9. None and answers above `LONGEST_ANSWER` are wrong.
+    Fractions must match as written (2/4 does not match 1/2), and only an integer matches an
+    integer. Other parts are compared symbolically if they contain at most two distinct letters and
+    no exponent above 9. None and answers above `LONGEST_ANSWER` are wrong.
     """
     if given is None or truth is None or len(given) > LONGEST_ANSWER:
         return False
@@ -94,7 +95,7 @@ def grade_answer(given: str | None, truth: str | None) -> bool:
 
 
 def grade_math(response: str, label: Any) -> float:
-    r"""Return 1.0 if the response's final answer equals the label or one of several, else 0.0.
+    r"""Return 1.0 if the response's final answer equals the label or any of its items, else 0.0.
 
     The final answer is the content of the last box, else the number after `####`, else the formula
     or number that math-verify finds in the last 1,000 characters (preferably after "answer"). A

@@ -15,7 +15,7 @@ QUESTION = Template(Path(__file__).with_suffix(".jinja").read_text(encoding="utf
 
 
 class NoVerdict(ValueError):
-    """A judge's reply that does not say which answer is better."""
+    """A judge's reply that does not state which answer is better."""
 
     failure = Failure.RESULT
 
@@ -23,11 +23,11 @@ class NoVerdict(ValueError):
 class Judge:
     """A judge that compares each pair of answers in both orders.
 
-    If it prefers a position rather than an answer, the result is a tie.
+    If the judge prefers a position rather than an answer, the result is a tie.
     """
 
     def __init__(self, judge: JudgeConfig, reward: RuleConfig) -> None:
-        """Connect to the server. The API key is read from OPENAI_API_KEY."""
+        """Connect to the server. The API key comes from OPENAI_API_KEY."""
         assert judge.url
         base = judge.url.rstrip("/").removesuffix("/chat/completions")
         self.engine = RemoteEngine(
@@ -36,7 +36,7 @@ class Judge:
         self.max_tokens = judge.max_tokens
 
     async def compare(self, message: str, first: str, second: str) -> float:
-        """Return 1.0 if the first answer to a message is better, 0.0 if the second is, else 0.5.
+        """Return 1.0 if the first answer to a message wins, 0.0 if the second wins, 0.5 for a tie.
 
         Raises ServerError or NoVerdict.
         """

@@ -13,7 +13,7 @@ from openrlhf.rewards.protocol import shown
 def math_answers(label: Any) -> list[str]:
     """Return a label's correct answers: its text or number, or every item if it is a list.
 
-    Raises ValueError if there are none.
+    Raises ValueError if the label has no answer.
     """
     values: list[Any] = [label]
     if isinstance(label, list):

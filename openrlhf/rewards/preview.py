@@ -1,7 +1,7 @@
 """Trial of a reward before training.
 
 Labels serve as correct answers, and the labels of other rows as wrong answers. Requests are built
-as in a run, so a reward that looks for the eos token finds it here too.
+as in a run, so a reward that looks for the eos token finds it in the trial too.
 """
 
 from __future__ import annotations
@@ -103,8 +103,8 @@ def check_reward(
 ) -> list[Finding]:
     """Load the configured function or verifier, or connect to the servers, and try it on some rows.
 
-    Returns the notice from `reward_preview`, if any. Labels are scored only if they may be answers.
-    Raises ConfigError.
+    Returns the notice from `reward_preview`, if any. Labels are scored only if they could be
+    answers. Raises ConfigError.
     """
 
     async def check(reward: Reward) -> list[Finding]:

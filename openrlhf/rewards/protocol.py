@@ -1,7 +1,7 @@
 """Rewards of finished samples: the request, the result, and the weighted sum of several rewards.
 
 A failed reward is a result with an error, never a number. --reward.on_error decides whether the
-episode is dropped, and `ErrorBudget` when the run stops.
+episode is dropped, and `ErrorBudget` decides when the run stops.
 """
 
 from __future__ import annotations
@@ -86,7 +86,7 @@ class Reward(ABC):
 
     source: str  # name of the reward in messages
     batch = False
-    # Fields of a request that the reward reads besides prompt, label and response.
+    # Request fields that the reward reads in addition to prompt, label and response.
     reads: Collection[str] = ("query",)
 
     @abstractmethod
@@ -132,8 +132,9 @@ def columns(requests: Sequence[RewardRequest]) -> dict[str, list[Any]]:
 def read_rewards(returned: Any, count: int) -> list[RewardResult]:
     """Convert a reward function's return value for `count` samples to one result per sample.
 
-    Expected: {"rewards": numbers, "scores": numbers, "extra_logs": {name: numbers}}, or just the
-    rewards. Scores default to the rewards. Raises ValueError, which quotes any other value.
+    The expected value is {"rewards": numbers, "scores": numbers, "extra_logs": {name: numbers}}, or
+    just the rewards. Scores default to the rewards. Raises ValueError, which quotes any other
+    value.
     """
     if not isinstance(returned, Mapping):
         returned = {"rewards": returned}
@@ -164,7 +165,7 @@ def numbers(
 ) -> list[float]:
     """Return `value`, a number or (nested) lists of numbers, as `count` floats.
 
-    `of` is what the message calls the items. Raises ValueError, which quotes any other `value`.
+    The message refers to the items as `of`. Raises ValueError, which quotes any other `value`.
     """
     flat = _flatten(value)
     if not all(isinstance(item, bool | int | float) for item in flat):
@@ -200,14 +201,15 @@ def combined(
     weights: Sequence[float],
     by_steps: Sequence[float] = (),
 ) -> Trajectory:
-    """Return the episode with the weighted sum of its rewards: each model's, then the rule's.
+    """Return the episode with the weighted sum of its rewards: the models', then the rule's.
 
     The rule's reward is the episode's current reward, if it has one. `by_steps` contains the
-    per-token rewards from a process reward model; their sum is the last of the models' rewards.
+    per-token rewards from a process reward model; the sum of these is the last of the models'
+    rewards.
 
     Without weights, each reward has weight 1. An agent's turn rewards are weighted like its reward.
-    The score remains the rule's; without a rule, the sum becomes the score. If there are several
-    rewards, each is logged. A non-finite sum fails the episode.
+    The score is still the rule's score; without a rule, the sum becomes the score. If there are
+    several rewards, each one is logged. A non-finite sum fails the episode.
     """
     model_rewards = list(by_models)
     if by_steps:

@@ -43,7 +43,7 @@ class RemoteEngine:
     `model` is the name of a model on the server; None selects the first model that it lists.
     `parameters` are OpenAI API parameters. Methods raise ServerError if the server is down or slow,
     rejects the request, or returns an unexpected response. Methods ending in `_sync` are for
-    synchronous code and may be called from any thread. A process's requests share connections.
+    synchronous code and may be called from any thread. All requests of a process share connections.
     """
 
     def __init__(
@@ -62,7 +62,8 @@ class RemoteEngine:
         key = key or os.environ.get("OPENAI_API_KEY")
         self.servers = HTTPServers([url.rstrip("/")], rule, key=key, **names)
         self._model = model
-        self._first: str | None = None  # first listed model; reset if the server rejects a request
+        # the first model that the server lists; reset if the server rejects a request
+        self._first: str | None = None
 
     async def chat(self, messages: Sequence[Mapping[str, Any]], **parameters: Any) -> str:
         """Return the text of the reply to a conversation."""
@@ -93,7 +94,7 @@ class RemoteEngine:
     async def room(self) -> int | None:
         """Return the maximum number of tokens in a request and its response together.
 
-        Returns None if the server does not report this limit; vLLM does.
+        Returns None if the server does not report this limit. (vLLM reports it.)
         """
         return (await self._listed(kind=dict)).get("max_model_len")
 
@@ -142,7 +143,7 @@ def remote_engine(
 def _engine(
     url: str, model: str | None, rule: RuleConfig, key: str | None, process: int
 ) -> RemoteEngine:
-    """Return the engine that identical calls in a process share; forks do not inherit threads."""
+    """Return the engine that identical calls in a process share. Forks do not inherit threads."""
     return RemoteEngine(url, rule, model=model, key=key, kind="remote engine", flag=FLAG)
 
 

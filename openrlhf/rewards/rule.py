@@ -12,7 +12,7 @@ from openrlhf.rewards.function import FunctionReward
 from openrlhf.rewards.protocol import Reward, RewardRequest, columns
 from openrlhf.rewards.servers import HTTPServers
 
-VERIFIERS = {  # called with a response and its label; `code` also with a time limit in seconds
+VERIFIERS = {  # called with a response and its label, and for `code` with a time limit in seconds
     "math": "openrlhf.rewards.graders:grade_math",
     "code": "openrlhf.rewards.checks:grade_code",
     "format": "openrlhf.rewards.checks:grade_format",

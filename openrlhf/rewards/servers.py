@@ -17,17 +17,17 @@ from openrlhf.core.trajectory import Failure
 from openrlhf.masking import without_secrets
 from openrlhf.reporting import warn, warn_once
 
-IN_FLIGHT = 128  # maximum concurrent requests; the deadline of a queued request has not started
+IN_FLIGHT = 128  # maximum concurrent requests; a queued request's deadline has not started yet
 LONGEST_PAUSE_S = 30.0
-START_S = 30  # how long `check` waits for a server that is still starting
+START_S = 30  # time that `check` waits for a server that is still starting
 PROBE_S = 5.0  # time limit of one attempt in `check`
 RETRIED = {408, 425, 429, *range(500, 600)}  # HTTP statuses for which a retry may succeed
 
 
 class ServerError(RuntimeError):
-    """A server that did not respond or is temporarily unavailable. A retry may succeed."""
+    """Error for a server that did not respond or is down for a while. A retry may succeed."""
 
-    failure = Failure.SERVER  # kind of failure of an episode whose code does not catch this error
+    failure = Failure.SERVER  # failure kind of an episode whose code does not catch this error
 
 
 @dataclass(eq=False)
@@ -54,7 +54,7 @@ class HTTPServers:
     `timeout` (seconds) limits each attempt; `retries` is the number of attempts after the first.
     Each failure of a server extends its backoff. An attempt prefers a server without a backoff,
     then one not yet tried, then the least busy. If all servers are backing off, the next attempt
-    waits for the server whose backoff ends first. `kind` is what messages call a server. `flag` and
+    waits for the server whose backoff ends first. Messages refer to a server as `kind`. `flag` and
     `limit` are the flags that set its URL and timeout. `key` is sent with every request.
     """
 
@@ -78,7 +78,7 @@ class HTTPServers:
         if key:
             headers["Authorization"] = f"Bearer {key}"
         limits = httpx.Limits(max_connections=IN_FLIGHT, max_keepalive_connections=IN_FLIGHT)
-        # Bound to the event loop in which `send` and `aclose` run.
+        # The client is bound to the event loop in which `send` and `aclose` run.
         self._client = httpx.AsyncClient(
             timeout=None, follow_redirects=True, limits=limits, headers=headers
         )
@@ -98,7 +98,7 @@ class HTTPServers:
         await self._client.aclose()
 
     async def send(self, body: Mapping[str, Any] | None, path: str = "") -> Any:
-        """POST `body` to the URL plus `path` in up to `retries` + 1 attempts; return the response.
+        """POST `body` to the URL plus `path` in up to `retries` + 1 attempts. Return the response.
 
         Without a body, send a GET request. Raises ServerError after the last attempt, and
         ValueError or TypeError if a retry cannot help, for example if the response is not JSON.
@@ -166,7 +166,7 @@ class HTTPServers:
 
 
 async def _await_server(client: httpx.AsyncClient, url: str) -> str | None:
-    """Wait up to START_S for any response. Return None, or the problem if none arrives."""
+    """Wait up to START_S for any response. Return None, or the problem if no response arrives."""
     problem = f"{without_secrets(url)} does not respond"
     with suppress(TimeoutError):
         async with asyncio.timeout(START_S):
@@ -175,7 +175,7 @@ async def _await_server(client: httpx.AsyncClient, url: str) -> str | None:
                     await client.head(url, timeout=PROBE_S)
                     return None
                 except httpx.ReadTimeout:
-                    return None  # it accepted the connection but is busy
+                    return None  # the server accepted the connection but is busy
                 except (httpx.HTTPError, httpx.InvalidURL) as error:
                     problem = f"{without_secrets(url)} does not respond: {_message(error)}"
                 warn_once(f"{problem}; waiting up to {START_S:d} s for it")

@@ -5,11 +5,11 @@ Contract
 
 **Parts.** An encoder (`encoders`) turns the policy's weights into a manifest (`manifest`) and a
 stream of tensors. The sender (`sender`) packs the stream into the manifest's buckets (`buckets`),
-hashes each, and sends it through a channel (`transport`), which does not interpret the bytes. The
-receiver (`receiver`) passes the tensors to the vLLM worker's loader and writes a receipt, which the
-engine compares with the manifest (`receipts`). The publisher (`publisher`) coordinates all of them.
-Sender and receivers cut the manifest into the same buckets, because both call
-`WeightManifest.buckets`.
+hashes each bucket, and sends it through a channel (`transport`), which does not interpret the
+bytes. The receiver (`receiver`) passes the tensors to the vLLM worker's loader and writes a
+receipt, which the engine compares with the manifest (`receipts`). The publisher (`publisher`)
+coordinates all of them. Sender and receivers cut the manifest into the same buckets, because both
+call `WeightManifest.buckets`.
 
 **Who calls what, in this order.** The publisher, in the controller, calls the ranks of the policy
 and the engines:
@@ -25,7 +25,7 @@ the engines, after all engines have verified the version.
 exclude each other (`WeightPublisher.sending`). An update that is launched before a refit finishes
 before it, because a policy process runs one call at a time. Samples may be in progress: they are
 paused in step 3 and continue with the new weights after step 4. During a refit the other engines
-keep serving. Within step 3 the trainer gathers and packs a bucket while the engines load the
+keep serving. Within step 3, the trainer gathers and packs a bucket while the engines load the
 previous one. The memory of a tensor may be reused: each tensor is packed before the next is
 requested.
 

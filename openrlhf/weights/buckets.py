@@ -11,8 +11,9 @@ from torch import Tensor
 from torch.nn.functional import pad
 
 T = TypeVar("T")
-ALIGNMENT = 16  # bytes; every tensor starts at a multiple, so any dtype can be viewed in place
-HASH_BLOCK = 2**16  # 8-byte words: half a megabyte stays in a CPU core's cache
+# in bytes; every tensor starts at a multiple of it, so any dtype can be viewed in place
+ALIGNMENT = 16
+HASH_BLOCK = 2**16  # in 8-byte words; the resulting half a megabyte fits in a CPU core's cache
 # Number of blocks to hash at once. Hashing one block at a time would launch thousands of small GPU
 # kernels per GiB.
 BLOCKS_AT_ONCE = {"cpu": 1, "cuda": 64}
@@ -28,7 +29,7 @@ class TensorSpec:
 
     @property
     def nbytes(self) -> int:
-        """Size of the tensor in bytes."""
+        """The size of the tensor in bytes."""
         return math.prod(self.shape) * self.dtype.itemsize
 
 
@@ -86,7 +87,7 @@ def bucket_hash(buffer: Tensor) -> int:
     (multilinear family: Carter and Wegman 1979). Every position has a different weight, so the hash
     also detects values that were swapped or shifted. The probability of missing accidental
     corruption is about 2⁻³¹ per bucket. The weights are constants, so the hash does not protect
-    against an adversary. About 2 GB/s on one CPU core.
+    against an adversary. The throughput is about 2 GB/s on one CPU core.
     """
     words = buffer.view(torch.int64)
     weights = _hash_weights(words.device)

@@ -1,8 +1,8 @@
 """Encoders, which turn the policy's weights into a manifest's tensors.
 
-`workers.policy.PolicyWorker` creates two encoders: for the whole model, and for the adapter that
-the engines serve. Publishing only changed weights would need a third encoder, a `WeightManifest`
-field that announces it, and a branch in `rollout.engine_worker` that loads it.
+`workers.policy.PolicyWorker` creates two encoders: one for the whole model, and one for the adapter
+that the engines serve. Publishing only changed weights would need a third encoder, a
+`WeightManifest` field that announces it, and a branch in `rollout.engine_worker` that loads it.
 """
 
 from collections.abc import Callable, Iterable, Iterator
@@ -28,7 +28,7 @@ class Encoder:
     adapter: dict[str, Any] | None = None  # see `WeightManifest.adapter`
 
     def encode(self, tensors: Iterable[NamedTensor]) -> Iterator[NamedTensor]:
-        """Yield the engine's tensors for the trainer's tensors, reading each before the next."""
+        """Yield the engine's tensors for the trainer's tensors, which are read one at a time."""
         for name, tensor in tensors:
             yield from self.stored(name, tensor)
 

@@ -1,4 +1,4 @@
-"""A publication's manifest: the tensors that trainer and engines agree on."""
+"""A publication's manifest: the tensors that the trainer and the engines agree on."""
 
 from dataclasses import dataclass
 from typing import Any
@@ -8,7 +8,7 @@ from openrlhf.weights.buckets import Bucket, TensorSpec, bucket_nbytes, cut_into
 
 
 class PublicationError(UserError, RuntimeError):
-    """A weight version that did not fully reach an engine and is not served."""
+    """Error for a weight version that did not fully reach an engine and is not served."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -18,8 +18,8 @@ class WeightManifest:
     version: int
     specs: tuple[TensorSpec, ...]
     bucket_bytes: int
-    adapter: dict[str, Any] | None = None  # PEFT's settings, if the tensors are those of an adapter
+    adapter: dict[str, Any] | None = None  # PEFT's settings, if the tensors belong to an adapter
 
     def buckets(self) -> list[Bucket]:
-        """Return the tensors in buckets, which are the same for trainer and engines."""
+        """Return the tensors in buckets, which are the same for the trainer and the engines."""
         return cut_into_buckets(self.specs, lambda spec: bucket_nbytes([spec]), self.bucket_bytes)

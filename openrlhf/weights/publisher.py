@@ -1,4 +1,4 @@
-"""The weight publisher in the controller: agree on a manifest, send, verify, serve.
+"""The weight publisher in the controller, which agrees on a manifest, sends, verifies and serves.
 
 The publisher holds no weights. It calls the policy's and the engines' processes through the
 protocols in this module, because their classes are in packages above this one.
@@ -73,7 +73,7 @@ class WeightPublisher:
     timeout_s: float
     gather: Callable[..., list[Any]]  # waits for calls: `cluster.worker_group.gather`
     failures: tuple[type[Exception], ...]  # errors of `gather` that may mean a lost process
-    check: Callable[[], None] | None = None  # called once after the first publication
+    check: Callable[[], None] | None = None  # called only once, after the first publication
     groups_made: int = field(default=0, init=False)
     connected: Sequence[EngineProcess] = field(default=(), init=False)  # in the current group
     # Held while publishing, and while launching a weight update.
@@ -139,7 +139,7 @@ class WeightPublisher:
         senders = [0]
         if (
             self.transport == "ipc"
-        ):  # only reaches a rank's own GPU, so each rank with a worker sends
+        ):  # IPC reaches only a rank's own GPU, so each rank with a worker sends
             senders = []
             for engine in receivers:
                 first = engine.index * workers
@@ -172,7 +172,7 @@ class WeightPublisher:
             except PublicationError as report:
                 reports.append(str(report))
             except self.failures:
-                pass  # the engine died or does not respond: `find_lost` will notice
+                pass  # the engine died or does not respond, which `find_lost` will detect
         return PublicationError("; ".join(dict.fromkeys(reports)))
 
     def _gather(self, calls: Sequence[Any], doing: str) -> list[Any]:

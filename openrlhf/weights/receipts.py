@@ -5,7 +5,7 @@ from dataclasses import dataclass
 
 from openrlhf.weights.manifest import PublicationError, WeightManifest
 
-NAMED_DIFFERENCES = 8  # maximum number in an error message
+NAMED_DIFFERENCES = 8  # maximum number of differences in an error message
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -34,7 +34,7 @@ class Delivery:
             yield name, tensor
 
     def finish(self) -> None:
-        """Receive the tensors that the loader did not read, then the sender's hashes."""
+        """Receive the tensors that the loader did not read, and then the sender's hashes."""
         for _ in self._stream:
             pass
         sent = torch.empty(8 * len(self.hashes), dtype=torch.uint8, device=self.channel.device)

@@ -14,11 +14,11 @@ class WeightSender(Membership):
     """The sender of tensors to the engines, bucket by bucket."""
 
     def send(self, manifest: WeightManifest, tensors: Iterable[NamedTensor]) -> None:
-        """Send `tensors` (name, full tensor) in the manifest's order, reading each before the next.
+        """Send `tensors` (name, full tensor), read one at a time, in the manifest's order.
 
         Raises PublicationError if a member is lost, and ValueError if the tensors differ from the
         manifest. In both cases the sender leaves the group, so that the engines fail immediately.
-        They stay paused until a new group sends everything again.
+        The engines stay paused until a new group sends everything again.
         """
         with self.publishing() as channel:
             hashes = list(_send_buckets(channel, manifest, iter(tensors)))

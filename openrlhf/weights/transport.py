@@ -4,7 +4,7 @@ A channel's calls block until the bytes have been transferred, or raise Publicat
 `send` by a sender is matched by a `receive` by its receivers, with a buffer of the same size.
 
 Senders and all engine workers form one group, separate from torch's default group. Broadcasts have
-one sender, trainer rank 0: gloo between CPU processes, NCCL between different GPUs. With CUDA IPC
+one sender, trainer rank 0: gloo between CPU processes, NCCL between different GPUs. With CUDA IPC,
 every trainer rank sends to the engine worker on its own GPU. Only gloo and, with one rank, CUDA IPC
 have been tested so far. NCCL is based on torch's source code; its test is marked `gpu` and needs
 two GPUs.
@@ -32,7 +32,7 @@ Transport = Literal["gloo", "nccl", "ipc"]
 
 @dataclass(frozen=True, kw_only=True)
 class WeightGroup:
-    """A weight group's members, and the address `host:port` of rank 0, where they meet.
+    """A weight group's members, and the address `host:port` of rank 0, where the members meet.
 
     The first ranks of the group are the senders.
     """
@@ -74,13 +74,13 @@ class BroadcastChannel:
             what = "a member died or did not respond in time"
             raise _broken(self.group, what, error) from error
 
-    receive = send  # a broadcast is the same call on all sides
+    receive = send  # a broadcast is the same call for the sender and the receivers
 
     def close(self) -> None:
         """Leave the group."""
         if self.on_gpu:
             self.backend.abort()
-        # Gloo closes its sockets when the last reference is gone, which the other members notice.
+        # Gloo closes its sockets when the last reference is gone, which the other members detect.
         self.backend = None
 
 
@@ -88,7 +88,7 @@ def _nccl_backend(store: Store, group: WeightGroup, rank: int) -> Any:
     """Return an NCCL group without a watchdog.
 
     An NCCL group's watchdog kills the whole process if a member is lost. A group created with
-    TORCH_NCCL_BLOCKING_WAIT has no watchdog: `wait` raises an error instead, also after the
+    TORCH_NCCL_BLOCKING_WAIT has no watchdog: `wait` raises an error instead, including after the
     timeout. The process's other groups keep their watchdog, because blocking waits are slow.
     """
     options = dist.ProcessGroupNCCL.Options()
@@ -112,7 +112,7 @@ class IpcChannel:
         self.messages = 0
 
     def send(self, buffer: Tensor) -> None:
-        """Offer the buffer, and wait until the worker has copied it."""
+        """Offer the buffer to the worker, and wait until the worker has copied it."""
         torch.cuda.synchronize(self.device)
         key = self._next_key()
         self.store.set(key, pickle.dumps(reduce_tensor(buffer)))
@@ -181,7 +181,7 @@ def _broken(group: WeightGroup, what: str, error: Exception) -> PublicationError
     return PublicationError(f"weight group {group.name} ({group.transport}): {what}: {reason}")
 
 
-# A member's end of a weight group.
+# One member's end of a weight group.
 Channel = BroadcastChannel | IpcChannel
 
 
