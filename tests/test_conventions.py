@@ -83,7 +83,7 @@ def group_norm() -> list[str]:
     return [
         f"The unbiased standard deviation + {GROUP_STD_EPSILON:g}",
         f"rewards 1, 0, 0 become {numbers(shaped('group_norm', [1.0, 0.0, 0.0]))}",
-        "8 times 0.1 gives exactly 0",
+        "Eight rewards of 0.1 all become exactly 0",
     ]
 
 
@@ -93,8 +93,8 @@ def rloo() -> list[str]:
     first = token_rewards(shaped("rloo", [1.0, 0.0]), kl, mask, 1.0).sum(1)[:1]
     return [
         (
-            "With β 1, rewards 1 and 0, and summed KLs 0.5 and 0.1, the first sample's tokens "
-            f"sum to {numbers(first)}"
+            "With β = 1, rewards 1 and 0, and KLs that sum to 0.5 and 0.1, the first sample's "
+            f"tokens sum to {numbers(first)}"
         )
     ]
 
@@ -104,7 +104,8 @@ def gae_across_gaps() -> list[str]:
     mask, row = torch.tensor([[True, False, False, True]]), torch.tensor([[0.0, 0.0, 0.0, 4.0]])
     advantages, _ = gae(row, row, mask, gamma=0.5, lam=1.0)
     return [
-        "γ 0.5, λ 1, an action of value 0, two tool tokens, an action of value and reward 4.",
+        "γ = 0.5 and λ = 1, an action with value 0 is followed by two tool tokens and by an action "
+        "with value 4 and reward 4.",
         f"The first advantage is {advantages[0, 0].item()}",
     ]
 
@@ -130,7 +131,7 @@ def k3() -> list[str]:
     return [
         f"clamped to ±{tensors.LOG_RATIO_BOUND:g} nats, "
         f"then the estimate to ±{kl_module.KL_BOUND:g}",
-        f"x = -2.6 gives {free}, x = -2.7 gives {held} and no gradient",
+        f"x = -2.6 gives {free}; x = -2.7 gives {held} and no gradient",
     ]
 
 
@@ -154,7 +155,7 @@ def adaptive() -> list[str]:
     controller = KLController(0.1, target=6.0, horizon=100)
     controller.update(0.0, 1000)
     return [
-        "Samples ÷ horizon is capped at 1",
+        "The quotient samples ÷ horizon is capped at 1",
         (
             "a KL of 0 over 1000 samples with horizon 100 takes β from 0.1 to "
             f"{numbers([controller.coef])}"
@@ -165,7 +166,9 @@ def adaptive() -> list[str]:
 @proves("DAPO's overlong penalty")
 def overlong() -> list[str]:
     penalty = overlong_penalty(torch.tensor([90]), max_length=100, buffer=20.0, factor=1.0)
-    return [f"Maximum 100, buffer 20, factor 1: 90 tokens cost {numbers(penalty)}"]
+    return [
+        f"With a maximum of 100, a buffer of 20 and factor 1, 90 tokens cost {numbers(penalty)}"
+    ]
 
 
 @proves("CISPO's caps")
@@ -180,8 +183,8 @@ def cispo() -> list[str]:
     (gradient,) = torch.autograd.grad(loss.per_token.sum(), logprobs)
     low, high = (numbers([-value]) for value in gradient[0].tolist())
     return [
-        f"[1 - ε_low, 1 + ε_high], with ε {clip[0]:g} and {clip[1]:g} unless set",
-        f"ρ 0.01 and 9 weigh {low} and {high}",
+        f"[1 - ε_low, 1 + ε_high], where ε is {clip[0]:g} and {clip[1]:g} by default",
+        f"for ρ of 0.01 and 9 the weights are {low} and {high}",
     ]
 
 
@@ -189,7 +192,7 @@ def cispo() -> list[str]:
 def values() -> list[str]:
     v, old, returns = (torch.tensor([[x]]) for x in (2.0, 1.0, 2.0))
     loss = value_loss(v, old, returns, torch.tensor([[True]]), clip=0.5)
-    return [f"V 2, V_old 1, return 2, clip 0.5 costs {numbers(loss[0])}"]
+    return [f"V = 2, V_old = 1, a return of 2 and clip 0.5 give a loss of {numbers(loss[0])}"]
 
 
 @proves("The mean over tokens or sequences")
@@ -201,9 +204,9 @@ def aggregation() -> list[str]:
         shares, count = aggregation_weights(mask, kind, max_tokens=4)
         means[kind] = numbers([float((shares * terms).sum()) / count])
     return [
-        "Rows of 1 and 3 tokens that cost 4 and 0 each: "
-        f"token {means['token']}, sequence {means['sequence']}, constant with L 4 "
-        f"{means['constant']}"
+        "Example: a row of 1 token with loss 4 and a row of 3 tokens with loss 0 have the mean "
+        f"{means['token']} with `token`, {means['sequence']} with `sequence`, and "
+        f"{means['constant']} with `constant` and L = 4"
     ]
 
 
@@ -212,10 +215,13 @@ def tis() -> list[str]:
     band = AdvantageConfig().is_correction_threshold
     return [
         (
-            f"{band[0]} to {band[1]} unless set: ω of 0.4, 1, 9 weigh "
+            f"{band[0]} to {band[1]} by default: ω of 0.4, 1, 9 become "
             f"{weights('tis', [0.4, 1, 9], band)}"
         ),
-        f"The band 0 to 2 is the authors' own form: {weights('tis', [0.4, 1, 9], (0.0, 2.0))}",
+        (
+            "With the band 0 to 2, the authors' own form, they become "
+            f"{weights('tis', [0.4, 1, 9], (0.0, 2.0))}"
+        ),
     ]
 
 
@@ -229,9 +235,10 @@ def sequence_masking() -> list[str]:
     for omegas in ([6, 1, 27], [0.1, 0.5, 1]):
         assert weights("seq-mask-tis", omegas, band) == "0.000, 0.000, 0.000"
     return [
-        f"{band[0]} or {band[1]} unless set",
-        f"ω of 6, 1, 27 have the mean {high}, ω of 0.1, 0.5, 1 have {low}, both rows weigh 0",
-        f"0.4, 1, 9 weigh {weights('seq-mask-tis', [0.4, 1, 9], band)}",
+        f"{band[0]} or {band[1]} by default",
+        f"ω of 6, 1, 27 have the mean {high} and ω of 0.1, 0.5, 1 have {low}, so both rows get "
+        "weight 0",
+        f"0.4, 1, 9 keep the weights {weights('seq-mask-tis', [0.4, 1, 9], band)}",
     ]
 
 
@@ -257,19 +264,21 @@ def pair(logprobs: tuple[float, float], lengths: tuple[int, int] = (1, 1)) -> Ju
 
 @proves("IPO")
 def ipo_of_sums() -> list[str]:
-    return [f"h 3 with β 0.1 costs {numbers(ipo(pair((-1.0, -4.0), (2, 4)), Strength(beta=0.1)))}"]
+    return [
+        f"h = 3 and β = 0.1 give {numbers(ipo(pair((-1.0, -4.0), (2, 4)), Strength(beta=0.1)))}"
+    ]
 
 
 @proves("SimPO's margin")
 def simpo_margin() -> list[str]:
     cost = numbers(simpo(pair((-1.0, -4.0), (2, 4)), Strength(beta=2.0, target=0.5)))
-    return [f"answers of 2 and 4 tokens with log π -1 and -4, β 2 and γ 0.5 cost {cost}"]
+    return [f"answers of 2 and 4 tokens with log π of -1 and -4, β = 2 and γ = 0.5 give {cost}"]
 
 
 @proves("ORPO's NLL")
 def orpo_nll() -> list[str]:
     cost = numbers(orpo(pair((-1.0, -4.0), (2, 4)), Strength(beta=0.1)))
-    return [f"log π -1 and -4 for 2 and 4 tokens, β 0.1 cost {cost}"]
+    return [f"answers of 2 and 4 tokens with log π of -1 and -4 and β = 0.1 give {cost}"]
 
 
 @proves("KTO's KL")
@@ -279,7 +288,7 @@ def kto_kl() -> list[str]:
     told = (
         f"a desirable answer costs {numbers(good[None])}, an undesirable one {numbers(bad[None])}"
     )
-    return [f"with r 1, KL 0.4 and β 0.5 {told}"]
+    return [f"with r = 1, a KL of 0.4 and β = 0.5, {told}"]
 
 
 @proves("Distillation's mean")
@@ -289,8 +298,8 @@ def distillation() -> list[str]:
         numbers(soft_cross_entropy(logits, teacher)) for logits in (torch.zeros(1, 2), teacher)
     )
     return [
-        f"probabilities 0.5 and 0.5 against the teacher's 0.9 and 0.1 cost {student}; "
-        f"the minimum is the teacher's own entropy of {own}"
+        f"probabilities 0.5 and 0.5 with a teacher's 0.9 and 0.1 give a loss of {student}; "
+        f"the minimum is the teacher's own entropy, {own}"
     ]
 
 
