@@ -32,9 +32,9 @@ def disk_of(folder: Path) -> Disk:
 def fingerprint(path: Path) -> str:
     """Return the SHA-256 of a file, or of 256 blocks of 64 KiB if it is larger than 16 MiB.
 
-    The blocks are evenly spaced from the first byte to the last. In about 10 ms, the hash detects
-    the loss of any contiguous region longer than 1/255 of the file. Hashing whole files would add a
-    minute per 100 GB to every save and resume.
+    The blocks are evenly spaced from the first byte to the last. The hash takes about 10 ms and
+    detects the loss of any contiguous region longer than 1/255 of the file. Hashing whole files
+    would add a minute per 100 GB to every save and resume.
     """
     size = path.stat().st_size
     blocks = min(HASHED_BLOCKS, math.ceil(size / HASH_BLOCK_BYTES))

@@ -1,9 +1,9 @@
 """Locks that let only one live process write to a folder or file. Standard library only.
 
 A lock is a kernel lock (flock) on a small file: `.lock` in the folder, or `.<name>.lock` beside the
-file. The kernel releases it when the process ends for any reason. The lock file names the process
-that holds the lock. It is removed on a normal release; a file left behind by a killed process locks
-nothing.
+file. The kernel releases the lock when the process ends for any reason. The lock file names the
+process that holds the lock. The lock file is removed on a normal release; a file left behind by a
+killed process locks nothing.
 """
 
 import fcntl
@@ -25,7 +25,7 @@ LONGEST_RECORD_BYTES = 4096
 
 
 class InUseError(BlockingIOError):
-    """Another live process writes to the folder or file. The message names both."""
+    """Error for a folder or file that another live process writes to. The message names both."""
 
 
 @dataclass(kw_only=True)
@@ -95,7 +95,7 @@ def check_unlocked(place: Path, named: str, *, is_file: bool = False) -> None:
     except OSError:
         return  # no process holds the lock, or the path cannot be locked
     try:
-        # Shared, so that simultaneous checks do not conflict.
+        # Use a shared lock, so that simultaneous checks do not conflict.
         fcntl.flock(descriptor, fcntl.LOCK_SH | fcntl.LOCK_NB)
     except BlockingIOError:
         raise _in_use(descriptor, named) from None
@@ -125,7 +125,7 @@ def _acquire(path: Path, named: str) -> _Held | None:
             return None
         if _is_open_file(descriptor, path):
             break
-        os.close(descriptor)  # the previous holder removed the file before we locked it
+        os.close(descriptor)  # the previous holder removed the file before this process locked it
     os.ftruncate(descriptor, 0)
     os.write(descriptor, json.dumps(_record_this_process(created_folder)).encode())
     held = _Held(descriptor=descriptor, blocks=0)

@@ -10,10 +10,11 @@ NAME = (
     r"credentials?|code)"
 )
 PARAMETER = re.compile(rf"(?<=[?&;#])({NAME}=)[^&;#\s,'\"]+", re.IGNORECASE)
-USER = re.compile(r"(?<=://)[^/?#\s]*@")  # even without a password: it may be a token
+# masked even without a password, because it may be a token
+USER = re.compile(r"(?<=://)[^/?#\s]*@")
 KINDS = r"(?:access|api|auth|bearer|hf|hub|id|private|refresh|secret|session)[_-]?(?:key|token)"
-# Names of secret JSON entries. Stricter than NAME, because names such as `eos_token` are not
-# secret.
+# Names of secret JSON entries. This is stricter than NAME, because names such as `eos_token` are
+# not secret.
 ENTRY = re.compile(
     rf"(?:.*[_-])?(?:{KINDS}|secret|passwd|password|authorization|credentials?)|token",
     re.IGNORECASE,

@@ -1,6 +1,6 @@
 """Rendezvous stores for process groups: torch's TCPStore, listening on a single address.
 
-By default, torch's store listens on all interfaces, and it never requires a password.
+By default, torch's store listens on all interfaces. It never requires a password.
 """
 
 import ipaddress
@@ -16,7 +16,8 @@ from torch.distributed.rendezvous import register_rendezvous_handler, rendezvous
 
 from openrlhf.reporting import warn
 
-# For `init_process_group`: reads the same variables as env://, but uses this module's store.
+# URL for `init_process_group` that reads the same variables as env://, but uses this module's
+# store.
 INIT_METHOD = "openrlhf://"
 MAX_WAITING_CONNECTIONS = 2048
 

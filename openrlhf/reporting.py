@@ -1,4 +1,4 @@
-"""All messages to the user who started a command are printed by this module.
+"""The only module that prints messages to the user who started a command.
 
 | call | where the text goes | who writes it |
 |---|---|---|

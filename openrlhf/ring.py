@@ -1,4 +1,4 @@
-"""The ranks that share each sequence, and what they send one another.
+"""The ranks that share each sequence, and the blocks that they send each other.
 
 Strategies create rings, and models use them.
 """
@@ -16,7 +16,7 @@ class Ring:
     """The ranks that share each sequence, as one of them sees the ring."""
 
     group: dist.ProcessGroup
-    ranks: tuple[int, ...]  # in the order in which keys and values travel
+    ranks: tuple[int, ...]  # ranks in the order in which keys and values travel
     rank: int  # this rank's index in `ranks`
 
     @property
@@ -25,14 +25,14 @@ class Ring:
         return len(self.ranks)
 
     def source(self, turn: int) -> int:
-        """Return which rank's keys this rank holds after `turn` shifts."""
+        """Return the rank whose keys this rank holds after `turn` shifts."""
         return (self.rank - turn) % self.size
 
     def shift(self, block: Tensor) -> tuple[Tensor, list[dist.Work]]:
         """Start sending a block to the next rank and receiving the previous rank's block.
 
         Returns the buffer of the received block, and the requests to wait for. `block` must not
-        change before they end.
+        change before the requests have completed.
         """
         received = torch.empty_like(block)
         following = self.ranks[(self.rank + 1) % self.size]
@@ -48,8 +48,8 @@ class Ring:
     def sum(self, block: Tensor) -> Tensor:
         """Return the sum of a block over the ring. Collective.
 
-        In the backward pass, every rank keeps its own gradient: all ranks must compute the same
-        loss from the sum, and add up the gradients of their parameters.
+        In the backward pass, every rank keeps its own gradient, so all ranks must compute the same
+        loss from the sum and then add up the gradients of their parameters.
         """
         summed: Any = _Sum.apply(block, self.group)
         return summed

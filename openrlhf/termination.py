@@ -1,6 +1,6 @@
 """Orderly exit on SIGTERM (status 143) and Ctrl-C (status 130).
 
-The process stops where its state is consistent: after all open `whole` blocks.
+The process stops only when its state is consistent, after all open `whole` blocks.
 """
 
 import os
@@ -56,9 +56,9 @@ def in_order() -> Iterator[None]:
     """Raise SystemExit on SIGTERM and Ctrl-C until the block exits, deferred by `whole` blocks.
 
     A Ctrl-C after the first signal raises KeyboardInterrupt at once. Further SIGTERMs are ignored,
-    even after the block. Signals that the shell set to be ignored stay ignored. A held main thread
-    only records the request (see `asked`); another thread exits the process. Outside the main
-    thread, this context manager does nothing.
+    even after the block. Signals that the shell has set to be ignored stay ignored. A held main
+    thread only records the request (see `asked`); another thread exits the process. Outside the
+    main thread, this context manager does nothing.
 
     Ray's SIGTERM handler would print a stack trace first.
     """
@@ -95,7 +95,8 @@ def in_order() -> Iterator[None]:
         if not _State.status:
             raise
         _report_end()
-        # Not re-raised from `end`: a Ray call may have changed its status to 1.
+        # Raise a new SystemExit, because a Ray call may have changed the status of the one from
+        # `end`.
         raise SystemExit(_State.status) from None
     finally:
         if not _State.status:
@@ -122,7 +123,7 @@ def whole() -> Iterator[None]:
 
 
 def asked() -> int:
-    """Return the requested exit status, or 0 if the process has not been asked to exit."""
+    """Return the exit status of a requested exit, or 0 if no exit was requested."""
     return _State.status
 
 
@@ -136,7 +137,7 @@ def end_at_once() -> NoReturn:
 
 def _report_end() -> None:
     ending = ENDINGS[signal.Signals(_State.status - 128)]
-    with suppress(OSError):  # the pipe's reader may have been terminated too
+    with suppress(OSError):  # the pipe's reader may also have been terminated
         alert(f"\n{ending}")
 
 

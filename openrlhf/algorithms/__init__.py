@@ -1,4 +1,4 @@
-"""The mathematics: pure functions of tensors and numbers, one paper idea each, registered by name.
+"""The mathematics: pure functions of tensors and numbers, one per paper idea, registered by name.
 
 Per-token blocks are (B, T) on one axis: position t describes token t, and a mask marks the
 positions that count. The functions do not depend on a configuration, a device, an engine or a

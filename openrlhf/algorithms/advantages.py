@@ -88,7 +88,7 @@ class GroupStatistics:
 
     centered: Float[Tensor, " R"]  # reward − mean of the group
     size: Float[Tensor, " R"]
-    std: Float[Tensor, " R"]  # unbiased; 0 for a group of one sample
+    std: Float[Tensor, " R"]  # unbiased standard deviation; 0 for a group of one sample
 
 
 def group_statistics(rewards: PerSample, group: GroupIds) -> GroupStatistics:
@@ -96,8 +96,8 @@ def group_statistics(rewards: PerSample, group: GroupIds) -> GroupStatistics:
     need not be adjacent.
 
     If all rewards in a group are equal, `centered` and `std` are exactly zero, because the group's
-    smallest reward is subtracted first. The mean of the original rewards may have a rounding error,
-    which division by a tiny standard deviation would make as large as a real advantage.
+    smallest reward is subtracted first. Without this, the mean could have a rounding error, which
+    division by a tiny standard deviation would make as large as a real advantage.
     """
     untyped = cast(Any, torch)
     _, group_index, counts = untyped.unique(group, return_inverse=True, return_counts=True)
@@ -125,7 +125,8 @@ class AdvantageEstimator:
 class EstimatorError(ValueError):
     """A violation of the reward shaping contract by an estimator, for example a plug-in's.
 
-    The message refers to the shaping function as "it": the caller prepends the estimator's name.
+    The message refers to the shaping function as "it", because the caller prepends the estimator's
+    name.
     """
 
 

@@ -1,5 +1,5 @@
-"""Corrections for the train/rollout mismatch: trainer and engine assign different probabilities to
-the same token.
+"""Corrections for the train/rollout mismatch, in which the trainer and the engine assign different
+probabilities to the same token.
 
 ω = π_old / π_rollout, where the trainer recomputes π_old. A correction multiplies the loss of each
 token by a weight computed from ω. It has three parts: the *level* at which ω is computed, the
@@ -22,9 +22,10 @@ Mode = Literal["clip", "mask", "truncate"]
 class Correction:
     """A level, a mode and a band, 0 ≤ low < high.
 
-    Level: the token's own ω, the product of ω over its row, or the geometric mean over its row.
-    Mode: `clip` clips the level's ω to the band; `truncate` applies only the upper bound; `mask`
-    weights the token by its own ω, or by 0 if the level's ω is outside the band.
+    The level is the token's own ω, the product of ω over its row, or the geometric mean of ω over
+    its row. The mode is one of three: `clip` clips the level's ω to the band; `truncate` applies
+    only the upper bound; `mask` weights the token by its own ω, or by 0 if the level's ω is outside
+    the band.
     """
 
     level: Level

@@ -50,8 +50,8 @@ def kl_estimate(
 ) -> Float[Tensor, "*s"]:
     """Return each token's KL estimate in nats, clipped to ±10.
 
-    A clipped estimate has no gradient (k3: below x ≈ −2.6). Estimate and gradient are finite for
-    all finite inputs. Raises ValueError for an unknown estimator.
+    A clipped estimate has no gradient (for k3, this happens below x ≈ −2.6). Estimate and gradient
+    are finite for all finite inputs. Raises ValueError for an unknown estimator.
     """
     x = (logprobs - ref_logprobs).clamp(-LOG_RATIO_BOUND, LOG_RATIO_BOUND)
     return KL_ESTIMATORS[estimator](x).clamp(-KL_BOUND, KL_BOUND)

@@ -2,7 +2,7 @@
 
 A loss function returns one term per token. With `aggregation_weights`, loss = Σ_window Σ weights ·
 terms / Σ_window count. The window consists of all micro-batches of an optimizer step on all ranks,
-so the loss does not depend on how the window was split. For an empty mask the loss is a
+so the loss does not depend on how the window was split. For an empty mask, the loss is a
 differentiable zero.
 """
 
@@ -37,7 +37,7 @@ class Clip:
     dual: float | None = None
 
 
-# Takes log π_θ (with gradient), log π_old, Â and the action mask, all (B, T), and the clip.
+# A function of log π_θ (with gradient), log π_old, Â and the action mask, all (B, T), and the clip.
 PolicyLossFunction = Callable[[Tensor, Tensor, Tensor, Tensor, Clip], PolicyLoss]
 
 
@@ -123,8 +123,8 @@ def value_loss(
 ) -> PerToken:
     """Compute ½ max((V − Ĝ)², (V_old + clip(V − V_old, ±c) − Ĝ)²) per token.
 
-    Zero outside the mask. c = inf gives the plain squared error. Same as in PPO from OpenAI
-    Baselines.
+    Zero outside the mask. c = inf gives the plain squared error. The loss is the same as that of
+    PPO in OpenAI Baselines.
     """
     columns = (values, old_values, returns)
     values, old_values, returns = (column.masked_fill(~mask, 0) for column in columns)
@@ -133,7 +133,7 @@ def value_loss(
     return 0.5 * torch.maximum(error.square(), clipped_error.square())
 
 
-# Takes the action mask and the maximum response length; returns weights (B, T) and the
+# A function of the action mask and the maximum response length that returns weights (B, T) and the
 # micro-batch's share of the denominator.
 Aggregation = Callable[[Tensor, int], tuple[Tensor, float]]
 AGGREGATIONS: Registry[Aggregation] = Registry("loss aggregation")

@@ -1,8 +1,8 @@
 """Losses for preference pairs (DPO and its variants) and for labeled answers (KTO), as functions of
 Σ log π.
 
-h = (log π(y_w) − log π_ref(y_w)) − (log π(y_l) − log π_ref(y_l)); y_w is the chosen answer, y_l the
-rejected one.
+h = (log π(y_w) − log π_ref(y_w)) − (log π(y_l) − log π_ref(y_l)); y_w is the chosen answer, and y_l
+is the rejected answer.
 """
 
 from collections.abc import Callable
@@ -150,7 +150,7 @@ def kto(
     Ethayarajh et al. 2024, eq. 8, arXiv:2402.01306
 
     `ratio` is r = log π(y) − log π_ref(y). `kl` is z: the mean of r over prompts paired with
-    answers to different prompts, without gradient; a negative z counts as 0.
+    answers to different prompts, computed without gradient. A negative z counts as 0.
     """
     reference_point = max(kl, 0.0)
     sign = desirable.to(ratio.dtype) * 2 - 1

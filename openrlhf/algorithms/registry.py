@@ -1,4 +1,4 @@
-"""Registries: a flag's values, and the function or class for each value."""
+"""Registries, which map each value of a flag to a function or class."""
 
 from collections.abc import Callable
 from typing import Any, TypeVar, cast
@@ -8,7 +8,7 @@ Decorated = TypeVar("Decorated")
 
 
 class Registry(dict[str, Choice]):
-    """Functions or classes of one kind, by name. Plug-ins register their own at import.
+    """Functions or classes of one kind, by name. A plug-in registers its own when it is imported.
 
     Each name can be used once. `choices` is the table of a flag's names and their traits, to which
     `register` adds new names. `traits` builds the traits from the properties passed to `register`.

@@ -1,7 +1,7 @@
 """Conversion of episode rewards to token rewards.
 
-The steps for a batch, in order: length penalties, the estimator's shaping
-(`advantages.shape_rewards`), clipping, token rewards.
+The steps for a batch are, in order, length penalties, the estimator's shaping
+(`advantages.shape_rewards`), clipping and token rewards.
 """
 
 import torch
@@ -23,9 +23,9 @@ def overlong_penalty(
 
     DAPO, Yu et al. 2025, eq. 13, arXiv:2503.14476
 
-    `lengths` count action tokens. `max_length` is one number, or one number per sample if prompts
-    of different lengths leave different room. With max_length 100, buffer 20 and factor 1: length
-    80 → 0, 90 → −0.5, 100 and above → −1.
+    `lengths` count action tokens. `max_length` is a single number, or one number per sample if
+    prompts of different lengths leave different amounts of room. With max_length 100, buffer 20 and
+    factor 1: length 80 → 0, 90 → −0.5, 100 and above → −1.
     """
     excess = (lengths - (max_length - buffer)).clamp(0, buffer)
     return (-factor * excess / buffer).to(torch.float32)
@@ -66,8 +66,8 @@ def token_rewards(
     Ziegler et al. 2019, eq. 2, arXiv:1909.08593
 
     `kl` is None if the KL is not part of the reward; a negative β counts as 0. `turns` holds the
-    parts of the reward earned at the ends of earlier turns; the last action token gets the
-    remainder. A row without action tokens gets no reward. Zero outside `action_mask`.
+    parts of the reward earned at the ends of earlier turns; the last action token gets the rest of
+    the reward. A row without action tokens gets no reward. Zero outside `action_mask`.
     """
     if turns is None:
         earlier = torch.zeros_like(action_mask, dtype=torch.float32)

@@ -19,7 +19,7 @@ def log_sigmoid(chosen: Pairs, rejected: Pairs, margin: Pairs | None = None) -> 
     Ouyang et al. 2022, eq. 1, arXiv:2203.02155; the margin: Touvron et al. 2023, eq. 2,
     arXiv:2307.09288
 
-    Equal to log(1 + exp(r_rejected + margin − r_chosen)).
+    The loss equals log(1 + exp(r_rejected + margin − r_chosen)).
     """
     difference = chosen - rejected
     if margin is not None:

@@ -18,9 +18,10 @@ PerSample = Float[Tensor, " R"]  # covers all samples in a batch, not just one b
 GroupIds = Int[Tensor, " R"]  # samples of the same prompt share a number
 
 MIN_VARIANCE = 1e-8
-LOG_RATIO_BOUND = 20.0  # nats; exp(20) = 4.9e8 is beyond every clip range and well within float32
+# in nats; exp(20) = 4.9e8 is beyond every clip range and well within float32
+LOG_RATIO_BOUND = 20.0
 CHUNK_LOGITS = 1 << 25  # logits per chunk: 128 MiB in float32
-NEGLIGIBLE_LOGPROB = -1e4  # its exp is 0 even in float64; avoids 0 · (−inf) in entropies
+NEGLIGIBLE_LOGPROB = -1e4  # exp of this is 0 even in float64; avoids 0 · (−inf) in entropies
 
 
 def masked_sum(x: Float[Tensor, "*s"], mask: Bool[Tensor, "*s"]) -> Float[Tensor, ""]:
@@ -56,7 +57,7 @@ def log_ratio(
 
 
 def bounded_exp(x: Float[Tensor, "*s"]) -> Float[Tensor, "*s"]:
-    """Return exp(x) with x clipped to ±20 nats: always finite, no gradient beyond the bounds."""
+    """Return exp(x) with x clipped to ±20 nats: always finite, no gradient outside the bounds."""
     return x.clamp(-LOG_RATIO_BOUND, LOG_RATIO_BOUND).exp()
 
 

@@ -19,7 +19,7 @@ from openrlhf.reporting import notice, say
 
 
 def combine(config: CombinerConfig) -> None:
-    """Merge in float32 on the CPU, round once, and write the merged model and its tokenizer.
+    """Merge the weights in float32 on the CPU, round once, and write the model and its tokenizer.
 
     Then load the written model again and compare its logits with those of the unmerged model.
 
@@ -79,7 +79,7 @@ def load_adapted(config: CombinerConfig, base: PreTrainedModel) -> Any:
     Raises UserError for an adapter trained on a different model, and ModelError for non-finite
     weights.
     """
-    import peft  # slow, so it is not imported at startup (see quick_imports)
+    import peft  # slow to import, so it is not imported at startup (see quick_imports)
 
     folder = config.lora_path
     try:

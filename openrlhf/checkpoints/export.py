@@ -49,11 +49,11 @@ def export_hf(
 ) -> None:
     """Write weights, configuration and tokenizer to the folder `path`, replacing any model in it.
 
-    `buckets` yield full parameters; for a model with adapters, only the trained ones. They may be
-    collective: every rank iterates, and the rank with `writes` keeps the tensors. With `trained`,
-    the written model is compared before it replaces the old one: a `final` model is loaded again,
-    and a difference raises ExportError. For any other model only the files are read, and a
-    difference causes a notice. Raises ExportError.
+    `buckets` yield full parameters or, for a model with adapters, only the trained parameters. They
+    may be collective: every rank iterates, and the rank with `writes` keeps the tensors. With
+    `trained`, the written model is compared with the trained one before it replaces the old model:
+    a `final` model is loaded again, and a difference raises ExportError. For any other model, only
+    the files are read, and a difference causes a notice. Raises ExportError.
     """
     state: dict[str, Tensor] = {}
     for bucket in buckets:
@@ -66,7 +66,8 @@ def export_hf(
         if hasattr(model, "peft_config"):
             save_adapter(model, state, aside)
         else:
-            persistent = set(model.state_dict())  # parameters and the buffers that files store
+            # parameters, and the buffers that are stored in files
+            persistent = set(model.state_dict())
             for name, buffer in model.named_buffers():
                 if name in persistent:
                     state[name] = buffer.cpu()
@@ -161,7 +162,7 @@ def _delete(path: Path) -> None:
 def _declare_precision(file: Path, state: dict[str, Tensor]) -> None:
     """Write the exported weights' dtype to the configuration.
 
-    Transformers writes the dtype of the model in memory.
+    Transformers would write the dtype of the model in memory.
     """
     config = json.loads(file.read_text())
     config["dtype"] = str(next(iter(state.values())).dtype).removeprefix("torch.")

@@ -1,4 +1,4 @@
-"""Writing, finding and removing checkpoints such that a kill loses at most the save in progress.
+"""Checkpoint writing, search and removal in which a kill loses at most the save in progress.
 
     <ckpt.path>/global_step20.manifest.json  the commit point: files, sizes, hashes, run state
     <ckpt.path>/_actor/global_step20/…       engine files and metric.json  (offline: no `_actor/`)
@@ -38,14 +38,14 @@ NOTHING_SAVED = "No step was saved."
 HOW_TO_SAVE = " With --ckpt.save_steps, an interrupted run saves its last step."
 
 GIB = 2**30
-FULL = 2**20  # bytes: a disk with no more free space than this counts as full
+FULL = 2**20  # in bytes; a disk with no more free space than this counts as full
 MANIFEST = ".manifest.json"
 # Substrings of the RuntimeErrors that torch raises when it cannot write a file.
 TORCH_WRITE_ERRORS = ("PytorchStreamWriter", "file write failed", "unexpected pos")
 
 
 def note_of_end(ckpt: CheckpointConfig, *, saved: int, step: int) -> str:
-    """Return an interrupted run's closing message; "" if nothing is lost.
+    """Return an interrupted run's closing message, or "" if nothing is lost.
 
     The run was interrupted after `step`, and its newest checkpoint is from step `saved`.
     """
@@ -61,9 +61,9 @@ def note_of_end(ckpt: CheckpointConfig, *, saved: int, step: int) -> str:
 class CheckpointManager:
     """The owner of the checkpoints under `root` (`--ckpt.path`): writes, finds and removes them.
 
-    `parts` are the engines in a checkpoint, none with --ckpt.disable_ds. --ckpt.max_num limits the
-    number of regular checkpoints, --ckpt.max_mem the size of all checkpoints in GiB; both include
-    the newest.
+    `parts` are the engines in a checkpoint (none with --ckpt.disable_ds). --ckpt.max_num limits the
+    number of regular checkpoints, and --ckpt.max_mem limits the size of all checkpoints in GiB;
+    both include the newest checkpoint.
     """
 
     def __init__(self, ckpt: CheckpointConfig, parts: Sequence[str] = ("",)) -> None:
@@ -115,7 +115,7 @@ class CheckpointManager:
         return None
 
     def find(self, step: int, *, best: bool) -> Checkpoint | None:
-        """Return a step's regular or best checkpoint; None if it is missing or incomplete."""
+        """Return a step's regular or best checkpoint, or None if it is missing or incomplete."""
         for checkpoint in self.checkpoints():
             if checkpoint.tag == _tag(step, best=best) and not checkpoint.damage():
                 return checkpoint
@@ -173,7 +173,7 @@ class CheckpointManager:
             checkpoint = self._seal(staged, state, metric_value)
             self._install(staged, checkpoint)
         except OSError as error:
-            with suppress(OSError):  # the next call cleans up the rest
+            with suppress(OSError):  # the next call removes the rest
                 self._settle()
             raise self._failed(staged.tag, error) from error
         try:
@@ -251,10 +251,11 @@ class CheckpointManager:
         """Rename the staged directories into place, then commit by renaming the manifest."""
         for other in self.checkpoints():
             if other.tag == checkpoint.tag:
-                # `_settle` moves them back while their manifest is in place.
+                # `_settle` moves the files back while their manifest is in place.
                 _move(other.places, self.root, self._aside(other))
         for place in checkpoint.places:
-            if (self.root / place).exists():  # no manifest names it, so it is not ours to delete
+            # no manifest names this directory, so it may belong to another program
+            if (self.root / place).exists():
                 warn(
                     f"{place} already exists but does not belong to a checkpoint. Renamed it to "
                     f"{place}.{staged.nonce}."
@@ -316,7 +317,7 @@ class CheckpointManager:
     def check_room(self, size: int) -> list[Finding]:
         """Return a finding if the disk is too small for checkpoints of about `size` bytes.
 
-        It is a failure if not even one checkpoint fits.
+        The finding is a failure if not even one checkpoint fits.
         """
         disk = disk_of(self.root)
         kept = _total_size(self.checkpoints())  # freed as new checkpoints are written
@@ -358,10 +359,10 @@ def evictions(
 ) -> list[Checkpoint]:
     """Return which of `checkpoints` (oldest first) to remove.
 
-    All best checkpoints but the last are removed. While the others exceed a limit, regular
-    checkpoints are removed in this order: damaged ones (whose nonces are in `damaged`), ones
-    without a metric, the worst metric, the oldest. The newest checkpoint and the last best one are
-    always kept.
+    All best checkpoints except the last are removed. While the remaining checkpoints exceed a
+    limit, regular checkpoints are removed in this order: damaged checkpoints (whose nonces are in
+    `damaged`), checkpoints without a metric, then by metric with the worst first, and then by age
+    with the oldest first. The newest checkpoint and the last best checkpoint are always kept.
     """
     evicted = [checkpoint for checkpoint in checkpoints if checkpoint.is_best][:-1]
     number = sum(not checkpoint.is_best for checkpoint in checkpoints)

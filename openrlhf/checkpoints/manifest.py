@@ -26,7 +26,7 @@ MINIMISED = ("loss", "truncated_rate", "failed_episodes")
 
 
 def is_minimised(metric: str) -> bool:
-    """Return whether lower is better for a metric, judging by its name."""
+    """Return whether a metric's name implies that lower is better."""
     return metric.endswith(MINIMISED)
 
 
@@ -86,7 +86,7 @@ class RunState:
 
     @property
     def first_start(self) -> FirstStart:
-        """Decisions from the run's first start that also apply to later starts."""
+        """The decisions from the run's first start that also apply to later starts."""
         return FirstStart(moment=self.started or now(), trained_format=self.trained_format)
 
     def continued_folder(self, run_dir: str) -> str:
@@ -105,13 +105,13 @@ class RunState:
 class StagedCheckpoint:
     """The location of a checkpoint's files.
 
-    They are in a temporary directory while they are being written, and in --ckpt.path after the
-    commit.
+    The files are in a temporary directory while they are being written, and in --ckpt.path after
+    the commit.
     """
 
     directory: Path
     tag: str
-    nonce: str  # distinguishes two saves of one tag
+    nonce: str  # distinguishes different saves of the same tag
     places: tuple[str, ...]  # the checkpoint's directories, relative to `directory`
 
     def engine_dir(self, part: str = "") -> str:
@@ -126,7 +126,7 @@ class StagedCheckpoint:
 
 @dataclass(frozen=True, kw_only=True)
 class Checkpoint(StagedCheckpoint):
-    """A committed checkpoint. Created by `CheckpointManager` and consumed by trainers."""
+    """A committed checkpoint, created by `CheckpointManager` and consumed by trainers."""
 
     sequence: int  # running number of the save
     files: Mapping[str, tuple[int, str]]  # path relative to `directory` → bytes, hash
@@ -157,7 +157,7 @@ class Checkpoint(StagedCheckpoint):
     def parts(self) -> tuple[str, ...]:
         """The engines in the checkpoint: `""` offline, `_actor` and `_critic` in RL.
 
-        A checkpoint that contains only an export has none.
+        A checkpoint that contains only an export has no engines.
         """
         return tuple(os.path.dirname(place) for place in self.places if not place.endswith("_hf"))
 
@@ -206,7 +206,8 @@ class Checkpoint(StagedCheckpoint):
     def read(cls, path: Path, *, root: Path) -> Self:
         """Return the checkpoint under `root` that a manifest describes.
 
-        Raises ValueError if the manifest is damaged, CheckpointError if it has a different format.
+        Raises ValueError if the manifest is damaged, and CheckpointError if it has a different
+        format.
         """
         manifest = json.loads(path.read_bytes())
         required = {"format", "sha256", "checkpoint"}
@@ -246,9 +247,9 @@ class Checkpoint(StagedCheckpoint):
 
 
 def _convertible(engines: Mapping[str, EngineLayout]) -> dict[str, EngineLayout]:
-    """Return the layouts without convertible properties.
+    """Return the layouts without their convertible properties.
 
-    The number of processes can be converted, and ZeRO 1 to 2 and back.
+    The number of processes can be converted, and so can ZeRO stages 1 and 2 into each other.
     """
     layouts: dict[str, EngineLayout] = {}
     for part, layout in engines.items():
@@ -264,7 +265,7 @@ def _in_words(engines: Mapping[str, EngineLayout]) -> str:
 def differences(then: Mapping[str, Any], now: Mapping[str, Any]) -> list[str]:
     """Return a line for each name whose values differ between two runs.
 
-    Names that exist in only one run are skipped.
+    Names that exist only in one of the runs are skipped.
     """
     lines: list[str] = []
     for name, value in now.items():

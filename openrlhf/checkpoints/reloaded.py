@@ -1,4 +1,4 @@
-"""Comparison of exported models with the trained model after loading them again.
+"""Comparison of exported models, loaded again, with the trained model.
 
 Exports in the middle of a run are not loaded: only the tensors in their files are compared, and a
 difference causes a notice.
@@ -47,8 +47,8 @@ class TrainedState:
     """The trained model that an export is compared with: weight digests by name, and logits.
 
     `logits` is None if logits are not compared, because a 4-bit base differs from its files.
-    `precision` is the dtype in which they were computed. `averages` are the float32 averaged (EMA)
-    weights, if the export contains them.
+    `precision` is the dtype in which the logits were computed. `averages` are the float32 averaged
+    (EMA) weights, if the export contains them.
     """
 
     logits: Tensor | None
@@ -56,7 +56,7 @@ class TrainedState:
     max_len: int | None = None
     averages: Mapping[str, Tensor] = field(default_factory=dict)
     digests: dict[str, Digest] = field(default_factory=dict)
-    # Exported weights that differ from their averages.
+    # The exported weights that differ from their averages.
     not_averages: list[str] = field(default_factory=list)
 
     def add(self, name: str, tensor: Tensor) -> None:
@@ -183,7 +183,7 @@ def _compare_weights(
 def _compare_logits(folder: Path, expected: Tensor, found: Tensor, precision: str) -> None:
     """Compare the logits of models with the same weights.
 
-    They may come from different devices and attention kernels.
+    The logits may come from different devices and attention kernels.
     """
     gap = find_gap(expected, found, DTYPES[precision])
     if not gap:
@@ -204,7 +204,7 @@ def _load(
 ) -> PreTrainedModel:
     """Load a model of the trained model's class into CPU memory.
 
-    The weights come from `path`, the configuration from `folder`.
+    The weights come from `path`, and the configuration comes from `folder`.
     """
     configuration: Any = type(model).config_class
     is_eager = model.config._attn_implementation == "eager"
@@ -218,6 +218,6 @@ def _load(
         )
         if path == str(folder):
             stored.require_all()
-    except UserError as error:  # its advice is for models that users provide
+    except UserError as error:  # the error's advice is for models that users provide
         raise DifferentModelError(str(error)) from error
     return reloaded

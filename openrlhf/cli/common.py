@@ -27,9 +27,9 @@ LAUNCHER = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE")  # set by a 
 OTHER_AUTHOR = "OpenRLHF Team"  # author of the package openrlhf on PyPI
 HELP_FLAGS = {"-h", "--help", "--help_json"}
 HUB_TIMEOUT_S = 5.0
-# With one of these variables, the Hub client uses a mirror, a proxy or no network.
+# If one of these variables is set, the Hub client uses a mirror, a proxy or no network.
 HUB_VARIABLES = {"HF_ENDPOINT", "HF_HUB_OFFLINE", "HTTPS_PROXY", "https_proxy"}
-OTHERS_WAIT_S = 10.0  # a launcher stops all processes when one fails
+OTHERS_WAIT_S = 10.0  # a launcher stops all processes when one of them fails
 SHARED = ("events",)  # kinds of outputs that several commands may write at the same time
 C = TypeVar("C", bound=Command)
 
@@ -39,8 +39,8 @@ def read_flags(
 ) -> C:
     """Return the resolved configuration from the flags in `argv`, or from this process's arguments.
 
-    Exits with status 2 after a user error, or if an output cannot be written. `on_ray`: the command
-    runs its processes on Ray, so it uses the devices of a running Ray cluster, if any.
+    Exits with status 2 after a user error, or if an output cannot be written. With `on_ray`, the
+    command runs its processes on Ray, so it uses the devices of a running Ray cluster, if any.
     """
     words = words_of(argv)
     prepare_process()
@@ -81,7 +81,7 @@ def refuse_other_package() -> None:
 
 
 def words_of(argv: Sequence[str] | None) -> list[str]:
-    """Return a command's arguments; None means the arguments of this process."""
+    """Return a command's arguments. None stands for the arguments of this process."""
     if argv is None:
         return sys.argv[1:]
     return list(argv)
@@ -106,7 +106,7 @@ def prepare_process() -> None:
     if not sys.stderr.isatty():
         os.environ.setdefault("HF_DATASETS_DISABLE_PROGRESS_BARS", "1")
     if not machine.count_gpus():
-        # Idle OpenMP threads sleep: spinning threads would take cores from other processes.
+        # Let idle OpenMP threads sleep: spinning threads would take cores from other processes.
         os.environ.setdefault("OMP_WAIT_POLICY", "passive")
         os.environ.setdefault("DS_ACCELERATOR", "cpu")  # otherwise DeepSpeed guesses and warns
 
@@ -137,7 +137,7 @@ def leave(status: int) -> None:
 
 @contextmanager
 def plain_ends() -> Iterator[None]:
-    """Exit with a message: with status 2 after a user error, with status 130 after Ctrl-C.
+    """Exit with a message, and with status 2 after a user error or status 130 after Ctrl-C.
 
     Other exceptions keep their traceback.
     """
@@ -196,7 +196,7 @@ STACKS: dict[str, dict[str, str]] = toml_beside(__file__, "stacks.toml")
 
 
 def check_folders(config: Command) -> None:
-    """Exit with status 2 if an output is not writable, even one that is only written weeks later.
+    """Exit with status 2 if any output is not writable, even one that is written only weeks later.
 
     Print a notice if the command will replace a model, or will write into a Ray job's copy of the
     working directory, which Ray may delete.
@@ -235,7 +235,7 @@ def check_folders(config: Command) -> None:
 
 
 def skip_unreachable_hub(config: Command) -> None:
-    """Make downloads fail at once if the Hub is unreachable: its client retries for a minute."""
+    """Fail downloads at once if the Hub is unreachable. Its client would retry for a minute."""
     if not HUB_VARIABLES.isdisjoint(os.environ):
         return
     models = [value for flag, value in flags_in(config) if flag.holds == "model" and value]
@@ -252,8 +252,8 @@ def writing_alone(config: Command) -> Iterator[None]:
     """Hold locks on all folders and files that the command writes until the block exits.
 
     Raises InUseError if another process holds one of the locks. The folder of a resumed run is not
-    known yet: `RunFolder` locks it. Under a launcher, rank 0 holds the locks. A dry run only checks
-    that no other process holds them.
+    known yet, so `RunFolder` locks it. Under a launcher, rank 0 holds the locks. A dry run only
+    checks that no other process holds them.
     """
     is_dry_run = "dry_run" in flags_of(type(config)) and value_at(config, "dry_run")
     not_locked: set[str] = set(SHARED)

@@ -62,7 +62,8 @@ VERBS = {
 def main(argv: Sequence[str] | None = None) -> None:
     """Run a command (`sft` or `train_sft`). Without arguments, list the commands."""
     arguments = words_of(argv)
-    if arguments and arguments[0].startswith("--local_rank="):  # deepspeed puts this flag first
+    # the deepspeed launcher puts this flag first
+    if arguments and arguments[0].startswith("--local_rank="):
         arguments.append(arguments.pop(0))
     name = arguments[0] if arguments else "--help"
     rest = arguments[1:]
@@ -102,7 +103,7 @@ def run_plugin_task(name: str, argv: Sequence[str]) -> None:
     prepare_process()  # plugins may import torch
     with plain_ends():
         load_plugins_named_in(argv)
-    # Not imported here: if no plugin has imported the module, there are no tasks.
+    # This module is not imported here: if no plugin has imported it, there are no tasks.
     tasks: Any = getattr(sys.modules.get("openrlhf.trainers.tasks"), "OFFLINE_TASKS", {})
     if name not in tasks:
         _refuse_verb(name, known=list(dict.fromkeys([*VERBS, *tasks])))

@@ -1,6 +1,6 @@
 """HTTP server for a reward model: `python -m openrlhf.cli.serve_rm`.
 
-RL runs use it with `--reward.remote_url`; other clients may use it too.
+RL runs use the server with `--reward.remote_url`; other clients may use it too.
 """
 
 from collections.abc import Sequence

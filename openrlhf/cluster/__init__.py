@@ -1,1 +1,1 @@
-"""Ray: which process runs on which device of which machine."""
+"""Ray clusters, and the placement of processes on the devices of their machines."""

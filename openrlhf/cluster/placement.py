@@ -17,7 +17,8 @@ from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 from openrlhf.config.flags import UserError
 from openrlhf.config.rollout import VLLMConfig
 
-# Processes on a CPU mostly wait for each other, so ten of them can share a core.
+# Processes on a CPU spend most of their time waiting for each other, so ten of them can share a
+# core.
 CPU_PER_SLOT = 0.1
 NODE_ID = "ray.io/node-id"  # a label that Ray gives every node
 ROUNDING = 1e-6  # tolerance for resource amounts, which are floating-point numbers
@@ -41,11 +42,11 @@ class Machine:
 
     @property
     def kind(self) -> str:
-        """A key that is equal for interchangeable machines."""
+        """A key that is the same for interchangeable machines."""
         return f"{self.slots} {sorted(self.resources.items())} {sorted(self.labels.items())}"
 
     def room(self, group: "HostGroup") -> int:
-        """Return how many of a group's processes fit on the machine."""
+        """Return the number of a group's processes that fit on the machine."""
         for name, value in group.labels.items():
             if self.labels.get(name) != value:
                 return 0
@@ -70,13 +71,13 @@ class HostGroup:
 
     name: str
     roles: tuple[str, ...]
-    # Number of machines, with `per_node` processes on each.
-    # None: `per_node` processes in total, on any machines.
+    # Number of machines, with `per_node` processes on each. If None, there are `per_node` processes
+    # in total, on any machines.
     nodes: int | None = None
     per_node: int
     devices: int = 1
-    wants: Wants = field(default_factory=dict)  # requirements of each process besides slots
-    shares: str | None = None  # the group whose slots these processes also use, in order
+    wants: Wants = field(default_factory=dict)  # requirements of each process in addition to slots
+    shares: str | None = None  # the group whose slots these processes share, in order
 
     @property
     def processes(self) -> int:
@@ -109,7 +110,7 @@ class HostGroup:
 def engine_group(
     vllm: VLLMConfig, name: str, *, shares: str | None = None, wants: Wants | None = None
 ) -> HostGroup:
-    """Return the group of a model's engines: one process each, with its workers' devices."""
+    """Return the group of a model's engines: one process per engine, with its workers' devices."""
     return HostGroup(
         name=name,
         roles=(name,),
@@ -229,7 +230,7 @@ def _choices(group: HostGroup, machines: Sequence[Machine]) -> Iterator[Counter[
     Interchangeable machines count as one.
     """
     fullest_first = sorted(range(len(machines)), key=lambda index: machines[index].slots)
-    if group.nodes is None:  # these groups are placed last, so one way is enough
+    if group.nodes is None:  # these groups are placed last, so one way to place them is enough
         processes = Counter[int]()
         for index in fullest_first:
             processes[index] = min(machines[index].room(group), group.per_node - processes.total())

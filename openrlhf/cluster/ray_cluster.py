@@ -35,13 +35,14 @@ from openrlhf.cluster.ray_watch import LostRay, RayProcess, RayWatch
 from openrlhf.config import machine
 from openrlhf.config.flags import UserError
 
-# Limit for a Ray cluster that we start on a machine without GPUs, where batches are small.
+# Limit for a Ray cluster that this package starts on a machine without GPUs, where batches are
+# small.
 OBJECT_STORE_BYTES = 512 << 20
-# Name prefixes of resources that every node has. Any other resource identifies a kind of node.
+# Name prefixes of the resources that every node has. Any other resource identifies a kind of node.
 COMMON_RESOURCES = ("CPU", "GPU", "memory", "object_store_memory", "node:")
 # Ray's parameters without the autoscaler and the log monitor, which are not used here.
 LEAN_PARAMS = partial(parameter.RayParams, no_monitor=True, include_log_monitor=False)  # type: ignore[arg-type]
-# Settings for a Ray cluster that we start.
+# Settings for a Ray cluster that this package starts.
 OWN_RAY: dict[str, Any] = {
     # Prestarting spare workers takes seconds on a small machine.
     "enable_worker_prestart": False,
@@ -49,20 +50,21 @@ OWN_RAY: dict[str, Any] = {
     # Metrics, which are not used here, cost a quarter of an idle Ray cluster's CPU time.
     "enable_metrics_collection": False,
     "event_stats": False,
-    # With Ray's default nice value of 15, a run would get only the CPU time others leave unused.
+    # With Ray's default nice value of 15, a run would get only the CPU time that other processes
+    # leave unused.
     "worker_niceness": 0,
     # Task events, which are not used here, grow by several MiB per hundred steps.
     "task_events_report_interval_ms": 0,
 }
 QUIET: dict[str, Any] = {"log_to_driver": False, "logging_level": logging.ERROR}
-# A control store with external storage may be restarted.
-# Ray ends its drivers 60 s after the store's death.
+# A control store with external storage may be restarted. Ray ends its drivers 60 s after the store
+# has died.
 JOINED_PATIENCE_S = 40.0
 RAYLET_TIMEOUT_S = 5.0
 HEAD_TIMEOUT_S = 10.0
 PRINT_OF_RAY: Callable[[Any, bool], None] = worker.print_to_stdstream
-# An environment variable that marks all processes of a Ray cluster that we start.
-# Its value is different for each cluster.
+# An environment variable that marks all processes of a Ray cluster that this package starts. Its
+# value is different for each cluster.
 STARTED_BY = "OPENRLHF_RAY_STARTED_BY"
 
 
@@ -139,7 +141,8 @@ def join_ray() -> int | None:
         if not address:
             return None
         try:
-            # Not with address="auto": it would also join a cluster that another run has started.
+            # Do not use address="auto", which would also join a cluster that another run has
+            # started.
             with termination.in_order():
                 _init_ray(**QUIET)
         except (OSError, ValueError, AuthenticationError) as error:
@@ -151,7 +154,7 @@ def join_ray() -> int | None:
 
 
 def machines(on_gpus: bool, *, free: bool = False) -> list[Machine]:
-    """Return the joined cluster's nodes with all of their slots and resources, or the `free` ones.
+    """Return the joined cluster's nodes with all slots and resources, or only the `free` ones.
 
     With `free`, nodes that do not answer now are skipped: Ray takes half a minute to notice that a
     node is gone.
@@ -199,7 +202,8 @@ def _answers(node: Mapping[str, Any]) -> bool:
 def expected_machines(on_gpus: bool, declared: str | None) -> list[Machine]:
     """Return the machines that a run would have, without starting anything.
 
-    They are the machines of the declared cluster, of the joined Ray cluster, or this machine alone.
+    These are the machines of the declared cluster, the machines of the joined Ray cluster, or this
+    machine alone.
     """
     if declared:
         sizes = machine.declared_machines(declared)
@@ -215,7 +219,7 @@ def expected_machines(on_gpus: bool, declared: str | None) -> list[Machine]:
 def places_now(plan: Placement) -> Places:
     """Return the machine of every process, on slots that are free now if there are enough.
 
-    Otherwise other processes must end before the plan's processes can start.
+    Otherwise, other processes must end before the plan's processes can start.
     """
     free_places = plan.places(machines(plan.on_gpus, free=True))
     return free_places or plan.check(machines(plan.on_gpus))
@@ -248,9 +252,9 @@ def _start_ray(plan: Placement) -> str:
 
 
 def _init_ray(*args: Any, **options: Any) -> Any:
-    """Call `ray.init` in a thread. If the process is told to end in the meantime, kill Ray and end.
+    """Call `ray.init` in a thread. If asked to terminate in the meantime, kill Ray and exit.
 
-    In the main thread `ray.init` would replace the SIGTERM handler, and notice the signal only
+    In the main thread, `ray.init` would replace the SIGTERM handler, and notice the signal only
     after half a minute.
     """
     # Outside the main thread, Ray would warn that it cannot set a signal handler.
@@ -262,7 +266,8 @@ def _init_ray(*args: Any, **options: Any) -> Any:
             result.set_result(ray.init(*args, **options))
         except BaseException as error:
             result.set_exception(error)
-        # Keep this thread alive: Linux would kill the Ray processes that it started if it ended.
+        # Keep this thread alive, because Linux would kill the Ray processes that it started if it
+        # ended.
         threading.Event().wait()
 
     threading.Thread(target=init, name="ray-init", daemon=True).start()
@@ -275,7 +280,8 @@ def _init_ray(*args: Any, **options: Any) -> Any:
             termination.end_at_once()
         raise
     if threading.current_thread() is threading.main_thread():
-        # Restore the handlers: Ray has installed a C handler that first dumps a stack trace.
+        # Restore the handlers, because Ray has installed a C handler that first dumps a stack
+        # trace.
         for number in termination.ENDINGS:
             signal.signal(number, signal.getsignal(number))
     return context
@@ -285,7 +291,7 @@ class _Started:
     """State of the Ray cluster that this process has started."""
 
     spawning = threading.Lock()
-    mark = ""  # value of STARTED_BY; the environment may have that of a parent's cluster
+    mark = ""  # value of STARTED_BY; the environment may hold the value for a parent's cluster
 
 
 def _spawn(*args: Any, **options: Any) -> "subprocess.Popen[Any]":
@@ -305,7 +311,7 @@ def kill_started_ray() -> bool:
     killed = False
     for entry in Path("/proc").iterdir():
         if entry.name.isdigit() and entry.name != str(os.getpid()):
-            with suppress(OSError):  # it has exited or belongs to another user
+            with suppress(OSError):  # the process has exited or belongs to another user
                 if mark in (entry / "environ").read_bytes().split(b"\0"):
                     os.kill(int(entry.name), signal.SIGKILL)
                     killed = True
@@ -313,7 +319,7 @@ def kill_started_ray() -> bool:
 
 
 def own_cores() -> int:
-    """Return the number of CPUs of a Ray cluster that we start."""
+    """Return the number of CPUs of a Ray cluster that this package starts."""
     return max(os.cpu_count() or 1, 4)
 
 

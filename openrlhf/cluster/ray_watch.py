@@ -1,8 +1,8 @@
 """Monitoring of the Ray processes that a command needs: the control store and the local raylet.
 
-Ray does not report when one of them dies. It ends the command's process a minute after the control
-store has died, or when the command uses the object store after the raylet has died; until then
-some calls hang. The command therefore has to detect the death first.
+Ray does not report the death of either process. It ends the command's process a minute after the
+control store has died, or when the command uses the object store after the raylet has died; until
+then, some calls hang. The command therefore has to detect the death first.
 
     RayWatch
       └─ one thread per process: holds a connection, which the kernel closes when the process dies;
@@ -36,7 +36,7 @@ class RayProcess:
     name: str
     address: tuple[str, int]
     own: bool  # True if this process started Ray
-    patience_s: float = 0.0  # time allowed for a restart of the process
+    patience_s: float = 0.0  # time that a restart of the process may take
 
 
 @dataclass(frozen=True)
@@ -53,7 +53,7 @@ class LostRay:
 class RayWatch:
     """A watch that calls `on_loss` once, in a thread, when one of the processes dies.
 
-    After that, Ray must not be used.
+    After the call, Ray must not be used.
     """
 
     def __init__(self, processes: Sequence[RayProcess], on_loss: Callable[[LostRay], None]) -> None:
@@ -80,7 +80,7 @@ class RayWatch:
         while not self._closed.is_set():
             started = time.monotonic()
             if _hold_connection(process.address):
-                # How the connection ended does not matter: only failed attempts count.
+                # It does not matter how the connection ended. Only failed attempts count.
                 last_connected = time.monotonic()
             elif time.monotonic() - last_connected >= process.patience_s:
                 self._report(process)

@@ -1,4 +1,4 @@
-"""Worker processes: one Ray actor per device slot, which hosts the workers of any set of roles.
+"""Worker processes: one Ray actor per device slot, each hosting the workers of a set of roles.
 
     calls = group.launch(PolicyWorker.update, [first_slice, second_slice])  # one per data slice
     results = gather(calls, timeout_s=600, doing="update the policy")
@@ -24,10 +24,10 @@ from openrlhf.config.plugins import load_plugins
 from openrlhf.training.devices import free_port, redirect_output, worker_environment
 from openrlhf.training.layout import RankLayout
 
-# Errors of calls to a process that has died.
-# OutOfMemoryError: Ray killed it because the machine ran out of memory.
+# Errors of calls to a process that has died. OutOfMemoryError means that Ray killed the process
+# because the machine ran out of memory.
 DEATHS = (RayActorError, OutOfMemoryError)
-DEATH_REPORT_TIMEOUT_S = 5.0  # time allowed for Ray to report a process's death
+DEATH_REPORT_TIMEOUT_S = 5.0  # time that Ray may take to report a process's death
 Span = tuple[float, float]  # start and end of a role's work, in seconds since the epoch
 
 
@@ -63,7 +63,7 @@ class WorkerHost:
         self.strategy: Any = None
 
     def prepare(self) -> None:
-        """Import Transformers, which takes seconds.
+        """Import Transformers, which takes several seconds.
 
         `connect` imports DeepSpeed, which reads the environment that `connect` sets.
         """
@@ -84,7 +84,7 @@ class WorkerHost:
     ) -> None:
         """Join the process group. `settings` are the keyword arguments of `Strategy`."""
         os.environ.update(environment)
-        # Imported here because DeepSpeed reads the environment when it is imported.
+        # This import is here because DeepSpeed reads the environment when it is imported.
         with quick_imports():
             from openrlhf.training.strategy import Strategy
         self.strategy = Strategy(**settings)
@@ -125,7 +125,7 @@ class HostHandles:
         environment = worker_environment("cuda" if on_gpus else "cpu", threads=threads)
         host_class: Any = ray.remote(WorkerHost)
         self.actors: list[Any] = []  # by rank
-        self.gpus: list[Any] = []  # references to each process's list of GPUs
+        self.gpus: list[Any] = []  # Ray's references to each process's list of GPUs
         for rank in range(group.processes):
             options = self.slots.options(rank)
             host = host_class.options(**options, runtime_env={"env_vars": environment}).remote()
@@ -256,8 +256,8 @@ def gather(
             ray.get(done)
         return list(map(_result, calls))
     except RayTaskError as error:
-        # The worker's own exception. A UserError explains what to change.
-        # Any other error may come from the peer of a process that has died.
+        # This is the worker's own exception. A UserError explains what to change. Any other error
+        # may come from the peer of a process that has died.
         death = None
         if not isinstance(error.cause, UserError):
             death = _find_death(waiting, log_of, doing)

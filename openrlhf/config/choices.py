@@ -1,4 +1,4 @@
-"""Names and traits of estimators, losses and corrections. Does not import torch.
+"""Names and traits of estimators, losses and corrections. This module does not import torch.
 
 The algorithms register their functions under these names. A name that a plug-in registers is added
 to its table and becomes a valid choice for the table's flag.
@@ -11,11 +11,11 @@ from dataclasses import dataclass
 class EstimatorTraits:
     """Requirements that an advantage estimator places on a run."""
 
-    # Compares the samples of a prompt: needs at least two, uses one reward per episode and no
-    # discount.
+    # True if the estimator compares the samples of a prompt: it then needs at least two, and uses
+    # one reward per episode and no discount.
     per_group: bool = False
     needs_critic: bool = False  # reads the values V(s)
-    whiten: bool = False  # whitens advantages over all action tokens of the batch
+    whiten: bool = False  # whitens the advantages over all action tokens in the batch
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -35,7 +35,7 @@ class PreferenceLossTraits:
 
 @dataclass(frozen=True, kw_only=True)
 class KLTraits:
-    """Where an estimator of KL(π‖π_ref) may be used: in the reward, in the loss, or in both.
+    """The uses of an estimator of KL(π‖π_ref): in the reward, in the loss, or in both.
 
     The reward needs an unbiased value. The loss needs an expected gradient that points toward the
     reference.
@@ -70,7 +70,7 @@ KL_ESTIMATORS = {
     "k2": KLTraits(terms=("loss",)),
     "k3": KLTraits(terms=("loss",)),
 }
-# Row layouts: detected from the columns (auto), set by the column flags (columns), or a known
+# Row layouts: detected from the columns (auto), set with the column flags (columns), or a known
 # format.
 LAYOUTS = ("auto", "columns", "alpaca", "arena", "chat", "orca", "webgpt")
 # Presets that correct the train/rollout mismatch: level and mode of `algo.correction`. TIS: Yao et

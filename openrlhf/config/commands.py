@@ -1,5 +1,5 @@
-"""Base classes of the commands: for any command, for commands with a model, for commands with a run
-folder, and for training commands.
+"""Base classes for all commands, for commands with a model, for commands with a run folder, and for
+training commands.
 """
 
 from __future__ import annotations
@@ -27,8 +27,8 @@ from openrlhf.config.unsupported import refusals
 class Command(Section):
     """Base class of every command.
 
-    `given` maps the paths of the flags that the user set, on the command line or in a file, to
-    their values. All other flags have their defaults.
+    `given` maps the path of each flag that the user set, on the command line or in a file, to its
+    value. All other flags have their defaults.
     """
 
     given: Mapping[str, Any] = field(default_factory=dict[str, Any], repr=False, compare=False)
@@ -46,8 +46,8 @@ class Command(Section):
         return copy, spelled_out(copy, [*without_effect(copy, self.given), *copy.notices()])
 
     def check(self) -> list[str]:
-        """Return one sentence per mistake: values out of bounds, unavailable features, broken
-        rules.
+        """Return one sentence per mistake: a value out of bounds, an unavailable feature, or a
+        broken rule.
 
         Broken rules that mention a refused flag are omitted.
         """
@@ -57,11 +57,11 @@ class Command(Section):
         return [*value_violations(self), *refused.values(), *broken]
 
     def derived_values(self) -> dict[str, Any]:
-        """Return the values derived from this command's flags, by path."""
+        """Return the values that are derived from this command's flags, by path."""
         return {}
 
     def unless_given(self, values: dict[str, Any]) -> dict[str, Any]:
-        """Return only the values whose flags the user did not set, by path."""
+        """Return only those values whose flags the user did not set, by path."""
         return {path: value for path, value in values.items() if path not in self.given}
 
     def common_values(self, command: str) -> dict[str, Any]:
@@ -69,7 +69,7 @@ class Command(Section):
         return {}
 
     def notices(self) -> Iterator[str]:
-        """Yield a sentence for each setting whose consequence the user may not expect.
+        """Yield a sentence for each setting with a consequence that the user may not expect.
 
         `unused` covers flags that have no effect. In a sentence, <train.seed> is replaced by the
         flag and its value: --train.seed 42.
@@ -142,12 +142,12 @@ class RecordedCommand(ModelCommand):
         return values
 
     def violations(self) -> Iterator[str]:
-        """Yield what is wrong: also with layers that several ranks share."""
+        """Yield violations, including those about layers that several ranks share."""
         yield from super().violations()
         yield from rules.parallelism_violations(self.ds)
 
     def notices(self) -> Iterator[str]:
-        """Yield notices, including about a template that may not do what the user expects."""
+        """Yield notices, including those about a template that may not do what the user expects."""
         yield from super().notices()
         yield from rules.parallelism_notices(self.ds, self.given)
         typed, template = self.given.get("data.input_template"), self.data.input_template
@@ -166,7 +166,8 @@ class RecordedCommand(ModelCommand):
 class Root(RecordedCommand):
     """Base class of the training commands."""
 
-    measures_training_rows: ClassVar[bool] = False  # also evaluates without --eval.dataset
+    # True if the command evaluates even without --eval.dataset
+    measures_training_rows: ClassVar[bool] = False
 
     train: shared.TrainConfig = shared.TrainConfig()
     eval: shared.EvalConfig = shared.EvalConfig()
@@ -189,7 +190,7 @@ class Root(RecordedCommand):
         return {"ckpt.path"}
 
     def unused(self) -> Iterator[Unused]:
-        """Yield the flags without an effect under these values."""
+        """Yield the flags that have no effect with these values."""
         yield from super().unused()
         if not (self.ckpt.saves or self.keeps_best):
             saving = ["ckpt.save_hf", "ckpt.disable_ds", "ckpt.max_num", "ckpt.max_mem"]
@@ -200,7 +201,7 @@ class Root(RecordedCommand):
             yield Unused(["ckpt.best_metric_key", "eval.steps"], "without --eval.dataset")
 
     def notices(self) -> Iterator[str]:
-        """Yield notices, including about checkpoints."""
+        """Yield notices, including those about checkpoints."""
         yield from super().notices()
         yield from training_rules.checkpoint_notices(self.ckpt)
 

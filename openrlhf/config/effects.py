@@ -1,7 +1,7 @@
 """Flags that have no effect because of other flags, and the notice that lists them.
 
-A flag declares the settings that it depends on. Sections and commands yield flags that depend on
-anything else from their method `unused`.
+A flag declares the settings that it depends on. The method `unused` of a section or command yields
+the flags that depend on anything else.
 """
 
 from collections.abc import Iterator, Mapping, Sequence
@@ -13,14 +13,15 @@ from openrlhf.config.flags import FOR_OLDER_SCRIPTS, Flag, Section, flags_of, va
 def unused_flags(config: Section) -> dict[str, str]:
     """Map the path of each flag that has no effect to the reason.
 
-    A command's reason takes precedence over a section's, and both over the flag's own.
+    A command's reason takes precedence over a section's reason, and both take precedence over the
+    flag's own reason.
     """
     flags = flags_of(type(config))
     reasons: dict[str, str] = {}
     for prefix, section in _sections(config, ""):
         for unused in section.unused():
             names, kept = _dotted(prefix, unused.names), _dotted(prefix, unused.but)
-            why = unused.why.replace("--", f"--{prefix}")  # flags in `why` are relative, too
+            why = unused.why.replace("--", f"--{prefix}")  # flags in `why` are also relative
             for path in flags:
                 if f"{path}.".startswith(names) and not f"{path}.".startswith(kept):
                     reasons.setdefault(path, why)
@@ -39,7 +40,7 @@ def _sections(node: Section, prefix: str) -> Iterator[tuple[str, Section]]:
 
 
 def _dotted(prefix: str, names: Sequence[str]) -> tuple[str, ...]:
-    """Return the beginnings of all paths at or below these names, which are relative."""
+    """Return the prefixes of all paths at or below these names, which are relative."""
     return tuple(f"{prefix}{name}." for name in names)
 
 
@@ -68,7 +69,7 @@ def _settings(config: Section, flag: Flag, declared: str) -> list[str]:
 
 
 def _holds(config: Section, setting: str) -> bool:
-    """Return whether a setting holds: --ds.zero_stage 2 or 3, or a flag whose value is true."""
+    """Return whether a setting holds, such as --ds.zero_stage 2 or 3, or a flag that is true."""
     path, _, values = setting.removeprefix("--").partition(" ")
     value = value_at(config, path)
     if values:

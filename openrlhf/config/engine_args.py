@@ -11,7 +11,8 @@ from openrlhf.config import machine
 from openrlhf.config.flags import flags_of
 from openrlhf.config.rollout import RolloutConfig, VLLMConfig
 
-# What to do instead of setting arguments, or why they may not be set; names may be patterns.
+# For each refused argument, what to do instead of setting it or why it may not be set. Names may be
+# patterns.
 REFUSED: dict[str, tuple[str, ...]] = {
     "use --actor.model_name_or_path or --model.model_name_or_path, with a folder for a revision": (
         "model",
@@ -92,7 +93,7 @@ REFUSED: dict[str, tuple[str, ...]] = {
         "enable_elastic_ep",
     ),
 }
-# Quantization methods that vLLM applies itself when it receives new weights.
+# Quantization methods that vLLM itself applies when it receives new weights.
 ROUNDED = ("fp8", "fp8_per_tensor", "fp8_per_channel", "fp8_per_block")
 LOOKED_UP = ("ngram", "ngram_gpu")  # speculative decoding methods that need no draft model
 
@@ -112,8 +113,8 @@ def engine_args_violations(vllm: VLLMConfig, rollout: RolloutConfig, longest: in
     """Yield violations in `--vllm.engine_args` and `--vllm.quantization`.
 
     Arguments that have their own flag are refused, as are arguments that log-probabilities, seeds
-    or weight publication depend on. `longest`: maximum tokens of a prompt and its response
-    together.
+    or weight publication depend on. `longest` is the maximum number of tokens in a prompt and its
+    response together.
     """
     extra = vllm.engine_args
     roundings = ROUNDED
@@ -131,7 +132,7 @@ def engine_args_violations(vllm: VLLMConfig, rollout: RolloutConfig, longest: in
             if any(fnmatch(name, pattern) for pattern in patterns):
                 yield f"--vllm.engine_args may not set {name}: {why}."
     yield from _drafting_violations(drafting(extra), seeded=rollout.seeded == "on")
-    # vLLM rewinds the random generator of a sample, which a CPU generator cannot do.
+    # vLLM rewinds a sample's random generator, which is not possible with a CPU generator.
     if rollout.seeded == "on" and not machine.count_gpus() and _prefills_in_chunks(extra, longest):
         yield (
             "--vllm.engine_args: CPUs cannot combine chunked prefill with seeded samples. Leave "

@@ -33,7 +33,8 @@ BOUNDS: dict[str, tuple[str, Callable[[float, float], bool]]] = {
     "le": ("at most", operator.le),
     "lt": ("below", operator.lt),
 }
-# The shape of a flag, and the type of its value or of each value in a pair or list; by annotation.
+# Maps each annotation to the shape of the flag, and the type of its value or of each value in a
+# pair or list.
 TYPES: dict[str, tuple[Shape, type]] = {
     "bool": ("switch", bool),
     "int": ("one", int),
@@ -48,7 +49,7 @@ TYPES: dict[str, tuple[Shape, type]] = {
 
 
 class UserError(Exception):
-    """A user's mistake, or a problem that the user can fix. Commands print only the message.
+    """An error that the user can fix, such as a mistake. Commands print only its message.
 
     Secrets in URLs are masked, because the message may end up in logs.
     """
@@ -58,7 +59,7 @@ class UserError(Exception):
 
 
 class ConfigError(UserError, ValueError):
-    """Mistakes in the user's flags. The message has one line for each of the `violations`."""
+    """Mistakes in the user's flags. The message has one line for each entry of `violations`."""
 
     def __init__(self, violations: str | Sequence[str]) -> None:
         if isinstance(violations, str):
@@ -79,7 +80,7 @@ class Flag:
     kind: type  # type of the value, or of each value in a pair or list
     optional: bool  # accepts None
     default: Any
-    section: str  # the title of its section
+    section: str  # the title of the flag's section
     help: str
     choices: Collection[str] | None = None  # plug-ins may add choices to the tables in `choices`
     metavar: str | None = None
@@ -89,13 +90,13 @@ class Flag:
     lt: float | None = None
     # "model" and "dataset": comma-separated paths or Hub names. "place": a path on this machine.
     holds: Literal["model", "dataset", "place"] | None = None
-    writes: str = ""  # the kind of output that the command writes to this path, see `places`
+    writes: str = ""  # the kind of output that the command writes to this path (see `places`)
     # The flag has an effect only with, or only without, a setting of its section, such as "rank" (a
     # value that is true) or "zero_stage 2 or 3", or one of several flags: "--eval.dataset or --x".
     needs: str = ""
     unless: str = ""
-    obsolete: bool = False  # never has an effect
-    not_yet: str = ""  # what to do instead of a value other than the default, which is refused
+    obsolete: bool = False  # True if the flag never has an effect
+    not_yet: str = ""  # what to do instead, if any value other than the default is refused
     required: bool = False  # None until the user sets it; `check()` reports it if missing
     saved: bool = True  # False: left out of configuration files
     secret: bool = False  # never shown
@@ -124,7 +125,7 @@ class Flag:
         return {name: limit for name, limit in bounds.items() if limit is not None}
 
     def allows(self, number: float) -> bool:
-        """Return whether a number is within the bounds. NaN never is."""
+        """Return whether a number is within the bounds. NaN is never within the bounds."""
         if number != number:
             return False
         return all(BOUNDS[name][1](number, limit) for name, limit in self.limits.items())
@@ -149,12 +150,12 @@ FOR_OLDER_SCRIPTS = "in any command (accepted only for older scripts)"
 class Unused:
     """Flags and sections that have no effect, and why.
 
-    In a section, flag names are relative to it, also in `why`: "without --rank".
+    In a section, flag names are relative to the section, even in `why`: "without --rank".
     """
 
     names: Sequence[str]
     why: str
-    but: Sequence[str] = ()  # flags in these sections that do have an effect
+    but: Sequence[str] = ()  # flags in these sections that nevertheless have an effect
 
 
 @dataclass_transform(frozen_default=True, kw_only_default=True)
@@ -170,17 +171,17 @@ class Section:
         dataclass(frozen=True, kw_only=True)(cls)
 
     def unused(self) -> Iterator[Unused]:
-        """Yield the flags without an effect under these values."""
+        """Yield the flags that have no effect with these values."""
         yield from ()
 
 
 def option(default: T, help: str, **info: Any) -> T:
-    """Declare a flag. `info` sets optional fields of `Flag`."""
+    """Declare a flag. `info` sets the optional fields of `Flag`."""
     return field(default_factory=lambda: copy(default), metadata={"help": help, **info})
 
 
 def derived(help: str, **info: Any) -> Any:
-    """Declare a flag that, unless the user sets it, is None until `resolve()` derives its value."""
+    """Declare a flag that is None until `resolve()` derives its value, unless the user sets it."""
     return option(None, help, **info)
 
 
@@ -355,10 +356,11 @@ def toml_beside(module: str, name: str = "") -> dict[str, Any]:
 def nearest(name: str, known: Iterable[str]) -> list[str]:
     """Return at most two known names that a user may have meant, the most similar first.
 
-    Names are compared as a whole and by their last parts, one of which may be part of the other.
+    Names are compared as a whole and by their last parts. One last part may be contained in the
+    other.
     """
     cutoff = 0.7
-    if len(name) < 5:  # short names share few letters, for example dop and dpo
+    if len(name) < 5:  # similar short names share few letters, for example dop and dpo
         cutoff = 0.6
     leaf = name.rpartition(".")[2]
     likeness: dict[str, float] = {}

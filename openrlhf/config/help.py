@@ -19,7 +19,7 @@ Unique prefixes and flat names of older releases are accepted. Flags override --
 
 
 def _program(command: str) -> str:
-    """Return the words with which the user started the command."""
+    """Return the words that the user typed to start the command."""
     words = [word for word in sys.argv[1:] if word != "help"]
     if Path(sys.argv[0]).name == "openrlhf" and words:
         return f"openrlhf {words[0]}"

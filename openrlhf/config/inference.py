@@ -15,7 +15,7 @@ from openrlhf.config.ppo import engine_values
 from openrlhf.config.rollout import RewardConfig, RolloutConfig, SamplingConfig, VLLMConfig
 from openrlhf.config.supervised import RMDeepSpeedConfig
 
-# Flags that commands ignore if they only generate or score.
+# Flags that have no effect in commands that only generate or score.
 TRAINING_FLAGS = (
     "rollout.n_samples_per_prompt",
     "rollout.dump_dir",
@@ -85,7 +85,7 @@ class EngineCommand(ModelCommand):
     train: shared.ProcessConfig = shared.ProcessConfig()
 
     def engine_values(self, *, shared: bool) -> dict[str, Any]:
-        """Return derived engine settings, by path. `shared`: samples share prefixes."""
+        """Return derived engine settings, by path. `shared` is true if samples share prefixes."""
         engines = engine_values(self.vllm, self.rollout, self.ds.param_dtype, shared=shared)
         return engines | {"vllm.enable_sleep": False}
 

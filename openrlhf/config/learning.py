@@ -222,8 +222,7 @@ class RLFlags(Root):
         return self.train.max_epochs * math.ceil(samples / self.train.batch_size)
 
     def step_sizes(self, prompts: int) -> list[int]:
-        """Return the number of prompts in each step of the run, assuming that no prompt is
-        filtered.
+        """Return the number of prompts in each step of the run if no prompt is filtered.
 
         An asynchronous step may span two epochs.
         """
@@ -234,7 +233,7 @@ class RLFlags(Root):
 
     @property
     def frozen_steps(self) -> int:
-        """The number of steps that train only the critic; 0 without a critic or with −1."""
+        """The number of steps that train only the critic; 0 if there is no critic, or with −1."""
         return max(0, self.critic.freezing_steps) if self.estimator.needs_critic else 0
 
     @property

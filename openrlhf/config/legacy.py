@@ -21,8 +21,8 @@ from openrlhf.config.legacy_names import (
 )
 
 CRITIC_FLAGS = ("algo.advantage.lambd", "critic.value_clip")
-OLD_LENGTHS = ("prompt_max_len", "generate_max_len")  # default: 1024 tokens each
-Group = tuple[str, list[str]]  # a flag as typed, without dashes, and the words after it
+OLD_LENGTHS = ("prompt_max_len", "generate_max_len")  # each defaulted to 1024 tokens
+Group = tuple[str, list[str]]  # a flag as typed, but without dashes, and the words after it
 
 
 @dataclass(kw_only=True)
@@ -58,7 +58,7 @@ def aliases(
 
 
 def _paths_by_last_parts(flags: Iterable[str]) -> dict[str, list[str]]:
-    """Map names such as lora_rank to paths such as ds.lora.rank. _enable at the end is dropped."""
+    """Map names such as lora_rank to paths such as ds.lora.rank. A final _enable is dropped."""
     found: dict[str, list[str]] = {}
     for path in flags:
         parts = path.removesuffix("_enable").split(".")
@@ -80,7 +80,7 @@ def translate(groups: Iterable[Group], flags: Mapping[str, Flag]) -> Translation
         path, _, new = SWITCHES.get(old, "").partition(" ")
         if name in known:
             if name == "vllm_is_truncated_threshold" and len(words) == 1:
-                words = ["0", *words]  # the old flag was only an upper bound
+                words = ["0", *words]  # the old flag only set an upper bound
             result.groups += [(target, words) for target in known[name]]
             result.renamed[name] = " and ".join(f"--{target}" for target in known[name])
         elif path in flags and (not extra or "{}" in new):
@@ -133,7 +133,7 @@ def _moved_defaults(typed: Mapping[str, Sequence[str]], flags: Mapping[str, Flag
 def takes_no_value(name: str, words: Sequence[str], path: str = "") -> str:
     """Return the message about a switch that is followed by words.
 
-    `path`: the current flag that takes the value, if any.
+    `path` is the current flag that takes the value, if any.
     """
     instead = f"leave {' '.join(words)} out"
     if path:
@@ -151,7 +151,7 @@ def _translate_lengths(lengths: Mapping[str, str], new_tokens: str, result: Tran
             result.violations.append(f"--{name} takes a whole number, not {text!r}.")
             return
     prompt, response = (int(lengths.get(name, "1024")) for name in OLD_LENGTHS)
-    if new_tokens.isdigit():  # otherwise --rollout.max_new_tokens is reported as invalid
+    if new_tokens.isdigit():  # otherwise, --rollout.max_new_tokens is reported as invalid
         response = int(new_tokens)
     total = prompt + response
     # Current flags come later on the command line and take precedence.

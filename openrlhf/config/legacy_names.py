@@ -1,6 +1,7 @@
 """Flag names and values of earlier releases, and their replacements."""
 
-# Old names that are the last parts of a flag, without _enable: lora_rank is --ds.lora.rank.
+# Old names that equal the last parts of a flag, without _enable. For example, lora_rank is now
+# --ds.lora.rank.
 PARTS = (
     "save_steps", "ckpt_path", "best_metric_key", "logging_steps", "wandb_org", "wandb_group",
     "wandb_project", "wandb_run_name", "eval_steps", "eval_dataset", "eval_split",
@@ -41,7 +42,7 @@ INFERENCE_PARTS = (
     "top_p", "repetition_penalty", "enable_prefix_caching",
 )  # fmt: skip
 
-# Other old names, and the current flags. Each command uses the flags that it has.
+# Other old names, and the current flags that replace them. Each command uses the flags that it has.
 NAMES = {
     "save_path": "ckpt.output_dir",
     "max_ckpt_num": "ckpt.max_num",
@@ -123,7 +124,7 @@ INFERENCE_NAMES = {
     "tp_size": "vllm.tensor_parallel_size",
 }
 
-# Names in other frameworks, which are refused with these flags as a hint.
+# Names from other frameworks, which are refused with a message that suggests these flags.
 ELSEWHERE = {
     "fp16": "ds.param_dtype",
     "lr": "adam.lr actor.adam.lr critic.adam.lr",
@@ -133,7 +134,8 @@ ELSEWHERE = {
     "kl_coef": "algo.kl.init_coef",
 }
 
-# Old switches or values, and the flag with its value. {}: the word after the switch.
+# Old switches or values, and the flag with its value that replaces each one. {} stands for the word
+# after the switch.
 SWITCHES = {
     "greedy_sampling": "rollout.temperature 0",
     "max_num_seqs": 'vllm.engine_args {"max_num_seqs":{}}',
@@ -147,7 +149,7 @@ SWITCHES = {
     "post_processor=null": "post_processor none",
 }
 
-# Switches that are accepted but have no effect, and why.
+# Switches that are accepted but have no effect, with the reason.
 IGNORED = {
     "perf": "times are always measured",
     "actor_init_on_gpu": "models are always loaded on the device that trains them",
@@ -157,7 +159,7 @@ IGNORED = {
     "unpaired_preference": "each KTO row has a prompt, an answer and a label",
 }
 
-# Flags whose default has changed, and their default in older releases.
+# Flags whose default value has changed, and their default in older releases.
 MOVED = {
     "algo.advantage.lambd": "0.95",
     "critic.value_clip": "0.2",
@@ -166,7 +168,7 @@ MOVED = {
     "ds.param_dtype": "off",
 }
 
-# Refused names, and what to do instead.
+# Names that are refused, and what to use instead.
 REMOVED = {
     "colocate_actor_critic": "Use --train.colocate_all to share devices between all models.",
     "colocate_ref_reward": "Use --train.colocate_actor_ref or --train.colocate_all.",

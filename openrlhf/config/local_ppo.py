@@ -1,5 +1,5 @@
-"""Configuration of `train_ppo`: RL with all models on the devices of one machine. It keeps the
-defaults of earlier releases.
+"""Configuration of `train_ppo`: RL with all models on the devices of one machine, with the defaults
+of earlier releases.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """Devices, memory and environment of this machine, and faster imports of large libraries.
 
-Defaults and rules of flags depend on them. This module does not import torch.
+The defaults and rules of flags depend on these. This module does not import torch.
 """
 
 import gc
@@ -24,7 +24,7 @@ CPU_QUOTA = Path("/sys/fs/cgroup/cpu.max")
 MEMORY_INFO = Path("/proc/meminfo")
 OWN_CGROUPS = Path("/proc/self/cgroup")
 CGROUPS = Path("/sys/fs/cgroup")
-# Variables that identify a process to Ray: its cluster, node, job and role. They are not settings.
+# Variables that identify a process to Ray (its cluster, node, job and role) and are not settings.
 RAY_IDENTITY = re.compile(
     "RAY_(ADDRESS|TMPDIR|AUTH_.*|CLIENT_.*|JOB_.*|NODE_.*|RAYLET_.*|WORKER_.*|.*_ID|.*_PID"
     "|.*_ENV_VAR)"
@@ -52,7 +52,7 @@ MEMORY_FILES = (  # cgroups v2 and v1
 
 
 def ray_may_run() -> bool:
-    """Return whether there may be a running Ray cluster to join.
+    """Return whether a running Ray cluster to join may exist.
 
     If so, RAY_ADDRESS is set or `ray start` has written a file on this machine. The file's path is
     not part of Ray's public API, but importing Ray to ask it is slow.
@@ -82,8 +82,8 @@ def declared_machines(cluster: str) -> list[int]:
 def count_gpus() -> int:
     """Return the number of CUDA devices that a run may use.
 
-    These are the GPUs of the Ray cluster that this process joined, or otherwise the GPUs of this
-    machine that CUDA_VISIBLE_DEVICES allows.
+    These are the GPUs of the Ray cluster that this process joined or, without a cluster, the GPUs
+    of this machine that CUDA_VISIBLE_DEVICES allows.
     """
     if cluster_gpus is not None:
         return cluster_gpus
@@ -117,7 +117,7 @@ def installed(name: str) -> Distribution | None:
 
 
 def has_flash_attention() -> bool:
-    """Return whether FlashAttention 2 can run here. It needs a GPU and the flash-attn package."""
+    """Return whether FlashAttention 2 can run: it needs a GPU and the flash-attn package."""
     return count_gpus() > 0 and importlib.util.find_spec("flash_attn") is not None
 
 
@@ -132,20 +132,21 @@ def has_quick_bfloat16() -> bool:
 def usable_cores() -> int:
     """Return the number of CPU cores that this process's affinity and container quota allow."""
     cores = len(os.sched_getaffinity(0))
-    with suppress(OSError, ValueError):  # no file, or no quota: "max"
+    with suppress(OSError, ValueError):  # the file is missing, or contains "max" for no quota
         quota, period = map(int, CPU_QUOTA.read_text().split())
         cores = min(cores, math.ceil(quota / period))
     return cores
 
 
 def free_memory() -> int:
-    """Return how many more bytes of memory the machine and all cgroups of this process allow it to
-    use.
+    """Return the number of bytes of memory that the machine and all cgroups of this process still
+    allow it to use.
     """
     room = _entries(MEMORY_INFO.read_text().replace(":", ""))["MemAvailable"] * 1024
     for folder in _memory_groups():
         for files in MEMORY_FILES:
-            with suppress(OSError, ValueError):  # no such file, or no limit: "max"
+            # the file is missing, or contains "max" for no limit
+            with suppress(OSError, ValueError):
                 limit = int((folder / files.limit).read_text())
                 used = int((folder / files.usage).read_text())
                 statistics = _entries((folder / "memory.stat").read_text())
@@ -155,7 +156,7 @@ def free_memory() -> int:
 
 
 def _memory_groups() -> list[Path]:
-    """Return the folders of the cgroups that limit this process: its own and their parents.
+    """Return the folders of the cgroups that limit this process: its own cgroups and their parents.
 
     A container sees only its own cgroup, so some of the folders may not exist.
     """
@@ -186,7 +187,7 @@ def _entries(text: str) -> dict[str, int]:
 def openmp_threads(processes: int) -> int:
     """Return the number of OpenMP threads for each of `processes` processes on one machine.
 
-    This is OMP_NUM_THREADS if the user set it, otherwise an equal share of the cores.
+    This is OMP_NUM_THREADS if the user set it, and an equal share of the cores otherwise.
     """
     threads = os.environ.get("OMP_NUM_THREADS", "")
     # Ray sets OMP_NUM_THREADS=1 for a job's driver.
@@ -197,7 +198,7 @@ def openmp_threads(processes: int) -> int:
 
 
 def world_size() -> int:
-    """Return the number of processes that the launcher started; 1 without a launcher."""
+    """Return the number of processes that the launcher started, or 1 without a launcher."""
     return int(os.environ.get("WORLD_SIZE") or 1)
 
 
@@ -216,7 +217,7 @@ def cluster_settings() -> dict[str, str]:
 
 @contextmanager
 def quick_imports() -> Generator[None, None, None]:
-    """Pause garbage collection in the block, which takes a quarter of the import time of large
+    """Pause garbage collection in the block, because it takes a quarter of the import time of large
     libraries.
 
     Objects that are alive when the block exits are never scanned for garbage again. PEFT is hidden,
@@ -224,11 +225,12 @@ def quick_imports() -> Generator[None, None, None]:
     """
     gc.disable()
     modules: dict[str, Any] = sys.modules
-    modules.setdefault("peft", None)  # makes the import system treat it as missing
+    modules.setdefault("peft", None)  # makes the import system treat PEFT as missing
     try:
         yield
     finally:
-        if modules.get("peft") is None:  # may be absent if another thread imports at the same time
+        # the entry may be absent if another thread imports at the same time
+        if modules.get("peft") is None:
             modules.pop("peft", None)
         gc.freeze()
         gc.enable()

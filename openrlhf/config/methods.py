@@ -36,8 +36,8 @@ OTHER_NAMES = {
 
 
 def command_of_method(name: str) -> str | None:
-    """Return the command and flags of a method such as `grpo` or `train_grpo_ray`, or None if
-    unknown.
+    """Return the command and flags of a method such as `grpo` or `train_grpo_ray`, or None if the
+    name is unknown.
     """
     method = re.sub(r"[-. ]", "_", name.lower()).removeprefix("train_")
     method = method.removesuffix("_ray").removesuffix("_trainer")

@@ -35,8 +35,7 @@ from openrlhf.masking import hide, is_hidden
 from openrlhf.reporting import notice, say
 
 OLD_NAMES = {*PARTS, *NAMES, *RL_PARTS, *RL_NAMES}
-# Flags that may change without a notice when a run resumes: logging, devices, processes, time
-# limits.
+# Flags whose change in a resumed run causes no notice: logging, devices, processes and time limits.
 FREE_TO_CHANGE = (
     "run.*",
     "logger.*",
@@ -98,8 +97,8 @@ def parse_config(root: type[R], argv: Sequence[str], *, command: str) -> R:
 class Reader:
     """Values from a command line and its configuration file, with notices and mistakes.
 
-    `doubtful` has the flags with an invalid value and the flags that an unknown name may have
-    meant.
+    `doubtful` has the flags with an invalid value, and the flags that the user may have meant by an
+    unknown name.
     """
 
     def __init__(self, root: type[Any], command: str) -> None:
@@ -133,7 +132,7 @@ class Reader:
         written: dict[str, Any] = {}
         if file:
             written = self.read_yaml(file)
-        # Plug-ins first: they register names that other flags accept.
+        # Load plug-ins first, because they register names that other flags accept.
         for path, value in {"plugin": None, **written, **typed}.items():
             source = ""
             if path not in typed:
@@ -146,11 +145,11 @@ class Reader:
         return self
 
     def _convert(self, flag: Flag, value: Any, source: str) -> None:
-        """Set the value of a flag in `given`. `source`: the file that has the value, for
-        messages.
+        """Set the value of a flag in `given`. For messages, `source` is the file that has the
+        value.
         """
         if value is None and flag.default in (None, ()):
-            return  # null in a file means not given
+            return  # null in a file means that the flag is not set
         try:
             if is_hidden(value):
                 raise ConfigError(
@@ -191,7 +190,7 @@ class Reader:
     def _unknown(self, name: str) -> str:
         """Return the message about an unknown flag, with the flags that the user may have meant.
 
-        `name` is as the user wrote it: with -- on a command line, without in a file.
+        `name` is written as the user wrote it: with -- on a command line, and without -- in a file.
         """
         bare = name.removeprefix("--")
         refused = refused_flags(self.root)
@@ -221,7 +220,7 @@ class Reader:
             )
 
     def read_yaml(self, file: str) -> dict[str, Any]:
-        """Return a file's values by flag path. Its keys may be nested or dotted.
+        """Return the values in a file by flag path. The file's keys may be nested or dotted.
 
         Raises ConfigError if the file cannot be read.
         """
@@ -259,7 +258,7 @@ def load_plugins_named_in(argv: Sequence[str]) -> None:
 def _split_at_flags(argv: Iterable[str]) -> list[Group]:
     """Return each flag with the words after it. Words before the first flag get the name "".
 
-    Old names may have a single dash: -pretrain.
+    Old names may have a single dash, such as -pretrain.
     """
     groups: list[Group] = [("", [])]
     for word in argv:
@@ -277,7 +276,7 @@ def _split_at_flags(argv: Iterable[str]) -> list[Group]:
 def leaves(
     node: Mapping[Any, Any], flags: Mapping[str, Flag], prefix: str
 ) -> Iterator[tuple[str, Any]]:
-    """Yield the path and value of each entry of a file. Its keys may be nested or dotted."""
+    """Yield the path and value of each entry in a file. The file's keys may be nested or dotted."""
     for key, value in node.items():
         path = f"{prefix}{key}"
         if path not in flags and isinstance(value, dict):

@@ -18,7 +18,7 @@ from typing import Any
 from openrlhf.config.effects import unused_flags
 from openrlhf.config.flags import Flag, flags_in, items
 
-# Names in an output folder that the command writes, replaces or moves, by kind of output.
+# The names in an output folder that the command writes, replaces or moves, by kind of output.
 OWNED = {
     "model": (
         "config.json",
@@ -50,8 +50,8 @@ OWNED = {
         "wandb",
         "earlier",
     ),
-    "stages": (),  # listed in the pipeline's YAML file
-    "events": (),  # TensorBoard only adds files
+    "stages": (),  # stages are listed in the pipeline's YAML file
+    "events": (),  # TensorBoard only adds files to the folder
 }
 # Suffixes of the files that belong to an output file.
 FILE_SUFFIXES = ("", ".part", ".request", ".new")
@@ -59,7 +59,7 @@ FILE_SUFFIXES = ("", ".part", ".request", ".new")
 
 @dataclass(frozen=True, kw_only=True)
 class Output:
-    """A folder or file that a command writes. `named`: its flag and value as typed."""
+    """A folder or file that a command writes. `named` is its flag and value as typed."""
 
     named: str
     path: str
@@ -83,7 +83,7 @@ class Output:
         return any(fnmatch(name, pattern) for pattern in OWNED[self.kind])
 
     def lies_in(self, folder: str) -> bool:
-        """Return whether the output is this data folder or inside it."""
+        """Return whether the output is this data folder or lies inside it."""
         return os.path.isdir(folder) and Path(self.path).resolve().is_relative_to(
             Path(folder).resolve()
         )
@@ -102,7 +102,7 @@ def outputs(config: Any) -> Iterator[Output]:
 def inputs(config: Any) -> list[tuple[Flag, str]]:
     """Return the models, datasets and files that a command reads, each with a flag that names it.
 
-    There are no duplicates.
+    The result has no duplicates.
     """
     found: dict[Path, tuple[Flag, str]] = {}
     for flag, value in flags_in(config):

@@ -42,14 +42,14 @@ def _load_file(file: Path, name: str, path: str) -> None:
     if not file.is_file() or spec is None or spec.loader is None:
         raise ConfigError(f"--plugin {path} is not a readable Python file.")
     module = importlib.util.module_from_spec(spec)
-    sys.modules[name] = module  # the file's dataclasses and pickles need it
+    sys.modules[name] = module  # the file's dataclasses and pickles need this entry
     with _failures(f"--plugin {path}", module=name):
         spec.loader.exec_module(module)
 
 
 @contextmanager
 def _failures(plugin: str, *, module: str) -> Generator[None, None, None]:
-    """Raise an error in the block with the plug-in's name, and unload the failed module."""
+    """Reraise an error in the block with the plug-in's name, and unload the failed module."""
     try:
         yield
     except Exception as error:

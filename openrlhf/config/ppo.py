@@ -75,7 +75,7 @@ def engine_values(
 ) -> dict[str, Any]:
     """Return derived engine settings for RL and evaluation, by path.
 
-    `shared`: samples share prefixes.
+    `shared` is true if samples share prefixes.
     """
     dtype, seeded, sync_backend = vllm.dtype, rollout.seeded, vllm.sync_backend
     if dtype == "auto":
@@ -99,7 +99,7 @@ def engine_values(
 
 class PPOConfig(RLFlags):
     def resolve(self, *, command: str) -> tuple[Self, list[str]]:
-        """Resolve as every command does, with the GPUs of --placement.cluster if it is set."""
+        """Resolve as every command does, but with the GPUs of --placement.cluster if it is set."""
         if gpus := sum(machine.declared_machines(self.placement.cluster or "")):
             machine.cluster_gpus = gpus
         return super().resolve(command=command)

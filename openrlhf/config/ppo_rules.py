@@ -1,4 +1,4 @@
-"""RL rules by topic. `rules` defines what a rule is."""
+"""RL rules by topic. The module `rules` defines what a rule is."""
 
 import os
 from collections.abc import Iterator
@@ -73,7 +73,7 @@ def reward_violations(config: RLFlags) -> Iterator[str]:
 
 
 def estimator_violations(config: RLFlags) -> Iterator[str]:
-    """Yield a violation if the samples of a prompt are compared but there is only one."""
+    """Yield a violation if the samples of a prompt are compared but there is only one sample."""
     if config.rollout.n_samples_per_prompt != 1:
         return
     if config.estimator.per_group:
@@ -300,7 +300,7 @@ def _shared_device_violations(config: RLFlags) -> Iterator[str]:
 
 
 def _hybrid_violations(config: RLFlags) -> Iterator[str]:
-    """Yield a violation if engines do not fit on the devices of the models."""
+    """Yield a violation if the engines do not fit on the devices of the models."""
     devices = max(1, config.vllm.devices)
     if config.vllm.num_engines * devices > config.actor_ranks:
         yield (

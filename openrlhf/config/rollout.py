@@ -318,7 +318,7 @@ class PlacementConfig(Section):
     vllm: RolePlacement = RolePlacement()
 
     def wants(self, roles: Sequence[str]) -> dict[str, Any]:
-        """Return the resources that a process with these roles requests: none in a declared
+        """Return the resources that a process with these roles requests, or none in a declared
         cluster.
         """
         resources: dict[str, Any] = {}
@@ -348,7 +348,7 @@ def unused_by_rewards(
 ) -> Iterator[Unused]:
     """Yield the flags for functions and servers that this reward does not use.
 
-    `agents` and `judges`: other users of these flags, in the format of `unused_without`.
+    `agents` and `judges` are other users of these flags, in the format of `unused_without`.
     """
     servers = {**judges, "--rollout.remote_engines": rollout.remote_engines}
     code = {FUNCTION: reward.function_path, VERIFIER: reward.verifier}

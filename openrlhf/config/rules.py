@@ -21,7 +21,7 @@ from openrlhf.config.shared import DeepSpeedConfig, LoadingConfig
 
 FILE_ENDINGS = (".json", ".jsonl", ".csv", ".tsv", ".parquet", ".arrow")
 ATTENTIONS = ("flash_attention_2", "flash_attention_3", "flex_attention", "sdpa", "eager")
-PROBABILITY_SLACK = 2e-3  # 0.333,0.333,0.333 is meant as thirds
+PROBABILITY_SLACK = 2e-3  # allows 0.333,0.333,0.333 for thirds
 
 
 def attention_in_effect(ds: LoadingConfig, given: Mapping[str, Any]) -> str:
@@ -88,13 +88,13 @@ def loading_violations(ds: LoadingConfig) -> Iterator[str]:
 
 
 def parallelism_notices(ds: DeepSpeedConfig, given: Mapping[str, Any]) -> Iterator[str]:
-    """Yield a notice if sequences are packed only because a ring of ranks shares them."""
+    """Yield a notice if sequences are packed only because the ranks of a ring share them."""
     if ds.ring_attn_size > 1 and not given.get("ds.packing_samples"):
         yield "--ds.packing_samples is on: <ds.ring_attn_size> divides packed rows over ranks."
 
 
 def parallelism_violations(ds: DeepSpeedConfig) -> Iterator[str]:
-    """Yield what cannot be combined with layers that several ranks share."""
+    """Yield violations in flags that cannot be combined with layers that several ranks share."""
     if ds.tensor_parallel_size == 1:
         return
     if ds.load_in_4bit:
@@ -112,8 +112,8 @@ def parallelism_violations(ds: DeepSpeedConfig) -> Iterator[str]:
 def machine_values(config: Any) -> dict[str, Any]:
     """Return the values that depend on this machine's devices, by path.
 
-    By default, there is one process for reward code per core and, without GPUs, one process per
-    role, or as many as share a sequence and a layer.
+    By default, there is one process for reward code per core. Without GPUs, there is also one
+    process per role, or the number of processes that share a sequence and a layer.
     """
     values = {"reward.workers": config.reward.workers or machine.usable_cores()}
     if not machine.count_gpus():
@@ -205,7 +205,7 @@ def has_host(url: str) -> bool:
 
 
 def is_file(text: str | None) -> TypeGuard[str]:
-    """Return whether a text, which may be long, is the path of an existing file."""
+    """Return whether a text, which may be very long, is the path of an existing file."""
     return text is not None and os.path.isfile(text)
 
 

@@ -1,4 +1,4 @@
-"""Rules for rewards and engines. `rules` defines what a rule is."""
+"""Rules for rewards and engines. The module `rules` defines what a rule is."""
 
 from collections.abc import Iterator
 

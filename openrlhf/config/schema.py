@@ -1,8 +1,8 @@
 """JSON Schema of the flags of a command (draft 2020-12): the output of `--help_json`.
 
-It describes the nested form of a configuration file, as in `config.yaml` of a run folder. The
-keyword `x-no-effect` marks a flag that does nothing while the other flags have their defaults. Its
-value is the reason, for example "without --ds.lora.rank".
+The schema describes the nested form of a configuration file, as in a run folder's `config.yaml`.
+The keyword `x-no-effect` marks a flag that does nothing while the other flags have their defaults.
+The keyword's value is the reason, for example "without --ds.lora.rank".
 """
 
 import math

@@ -61,7 +61,7 @@ class ServeConfig(ModelCommand):
         return self.unless_given({"max_batch_tokens": longest})
 
     def notices(self) -> Iterator[str]:
-        """Yield notices, including about who can reach the server."""
+        """Yield notices, including those about who can reach the server."""
         if self.host in ("127.0.0.1", "localhost", "::1"):
             yield (
                 "<host>: only programs on this machine can connect. For trainers on other nodes, "

@@ -21,11 +21,11 @@ from openrlhf.config.supervised import (
 
 @dataclass(frozen=True)
 class StageCommand:
-    """A command, its flags, and the part of its folder that later stages use."""
+    """A command, its flags, and the part of its output folder that later stages use."""
 
     command: str  # module in openrlhf.cli
     flags: type[Command]
-    result: str = "model"  # relative to the stage's folder
+    result: str = "model"  # path relative to the stage's folder
 
 
 STAGE_COMMANDS = {

@@ -20,7 +20,8 @@ class SupervisedConfig(shared.OptimizerConfig, Root):
     def derived_values(self) -> dict[str, Any]:
         """Return the micro-batch size for small batches, and the text of a chat template file.
 
-        If a rank's share of a batch is smaller than the default micro-batch, it is one micro-batch.
+        If a rank's share of a batch is smaller than the default micro-batch, the share is one
+        micro-batch.
         """
         of_rank = max(1, self.train.batch_size // self.ds.data_slices(machine.world_size()))
         micro, template = self.train.micro_batch_size, self.data.tokenizer_chat_template
@@ -85,7 +86,7 @@ class SFTConfig(SupervisedConfig):
     data: SFTDataConfig = SFTDataConfig(input_template="User: {}\nAssistant: ")
 
     def derived_values(self) -> dict[str, Any]:
-        """Return the derived values; plain text has no layout."""
+        """Return the derived values. Plain text has no layout."""
         values = super().derived_values()
         if self.model.pretrain_mode_enable:
             values["data.layout"] = "columns"

@@ -1,4 +1,4 @@
-"""Rules and notices for training commands. `rules` defines what a rule is."""
+"""Rules and notices for training commands. The module `rules` defines what a rule is."""
 
 from collections.abc import Iterator
 from pathlib import Path
@@ -58,7 +58,7 @@ def router_violations(model: TrainedModelConfig, section: str) -> Iterator[str]:
 
 
 def patience_violations(evaluation: EvalConfig, ckpt: CheckpointConfig) -> Iterator[str]:
-    """Yield the missing requirements of --eval.patience: evaluations, a metric, or a checkpoint."""
+    """Yield each missing requirement of --eval.patience: evaluations, a metric or a checkpoint."""
     if not evaluation.patience:
         return
     if not evaluation.dataset:
@@ -96,7 +96,7 @@ def held_out_notices(config: Any, dataset: str, split: str) -> Iterator[str]:
     evaluation, trained = config.eval, value_at(config, dataset)
     same_split = evaluation.split == value_at(config, split)
     if is_file(trained):
-        same_split = True  # a file has a single split
+        same_split = True  # a file has only one split
     if evaluation.dataset and evaluation.dataset == trained and same_split:
         yield (
             f"<eval.dataset> is the training data (--{dataset}), so the evaluation does not show "
@@ -107,7 +107,7 @@ def held_out_notices(config: Any, dataset: str, split: str) -> Iterator[str]:
 def rank_violations(batch_size: int, ranks: int, *, micro: int, what: str) -> Iterator[str]:
     """Yield a violation unless each rank gets a whole number of micro-batches.
 
-    `what` describes where `ranks` comes from.
+    `what` describes the origin of `ranks`.
     """
     each, rest = divmod(batch_size, ranks)
     if rest:

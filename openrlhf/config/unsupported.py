@@ -1,4 +1,4 @@
-"""Flags whose features are not available yet (`not_yet`). They are refused by name."""
+"""Flags whose features are not available yet (`not_yet`). These flags are refused by name."""
 
 from collections.abc import Iterator
 from typing import Any
@@ -8,9 +8,9 @@ from openrlhf.config.flags import flags_in, flags_of, mentions
 
 
 def refused_flags(root: type[Any]) -> set[str]:
-    """Return the flags of a command that are refused at any value except their default.
+    """Return the flags of a command that are refused with any value except their default.
 
-    They include flags that have no effect without a refused flag.
+    The result includes flags that have no effect without a refused flag.
     """
     refused = {path for path, flag in flags_of(root).items() if flag.not_yet}
     conditions = unused_flags(root())

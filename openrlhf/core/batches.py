@@ -7,14 +7,14 @@ columns of shape (B,), and offsets of shape (B+1,). Two rows of 2 and 3 tokens:
     offsets   [0 2 5]
     rewards   [0.5 1.0]
 
-Nothing is padded until a model or a formula needs a block (R, T) of R rows, so that memory and time
-grow only with the number of tokens. `Layout` converts columns to blocks and back.
+Nothing is padded until a model or a formula needs a block (R, T) of R rows, so memory and time grow
+only with the number of tokens. `Layout` converts columns to blocks and back.
 
 A field's role is in its metadata: one entry per token, one entry per sample, or `Items` with any
-number of entries per sample. An entry may have dimensions of its own: a per-token column of the
-experts that each layer chose is (N, layers, experts), a payload of image patches is (M, pixels).
-Checks, `select`, `split` and `to` read the role, so that a subclass only has to declare its
-columns.
+number of entries per sample. An entry may have dimensions of its own. For example, a per-token
+column of the experts that each layer chose is (N, layers, experts), and a payload of image patches
+is (M, pixels). Checks, `select`, `split` and `to` read the role, so that a subclass only has to
+declare its columns.
 """
 
 # ruff: noqa: RUF009 — `per_token` and `per_sample` are `dataclasses.field` with a role.
@@ -68,7 +68,7 @@ def places_in(offsets: Int[Tensor, " B+1"], rows: Tensor) -> Int[Tensor, " M"]:
 
 @dataclass(frozen=True, kw_only=True)
 class Items:
-    """Entries that belong to rows, any number per row, such as the patches of a row's images.
+    """Entries that belong to rows, such as image patches. A row may have any number of them.
 
     `values` is (M, ...); row i has values[offsets[i] : offsets[i + 1]].
     """
@@ -108,7 +108,7 @@ class Layout:
 
     @classmethod
     def of(cls, offsets: Int[Tensor, " B+1"], rows: Tensor | None = None) -> Self:
-        """Return the layout of `rows` (R,), by default of all rows. T is the longest length."""
+        """Return the layout of `rows` (R,), by default all rows. T is the length of the longest."""
         starts = offsets[:-1]
         lengths = offsets.diff()
         if rows is not None:
@@ -171,7 +171,7 @@ class Ragged:
                 )
 
     def _columns(self) -> Iterator[_Column]:
-        """Yield the columns that are not None; offsets are not a column."""
+        """Yield the columns that are not None. Offsets do not count as a column."""
         for declared in fields(self):
             role = declared.metadata.get("role")
             values = getattr(self, declared.name)
@@ -190,7 +190,7 @@ class Ragged:
 
     @property
     def lengths(self) -> Int[Tensor, " B"]:
-        """The number of tokens of each row."""
+        """The number of tokens in each row."""
         return self.offsets.diff()
 
     @property
@@ -212,7 +212,7 @@ class Ragged:
     ) -> Iterator[Int[Tensor, " M"]]:
         """Yield the indices of all rows in parts of similar length, longest rows first.
 
-        A part has at most `max_tokens` tokens and `max_rows` rows; a row that is too long becomes a
+        A part has at most `max_tokens` tokens and `max_rows` rows; a row that is too long gets a
         part of its own. With `padded`, every row counts as long as the longest row in its part.
         """
         shortest_first = self.lengths.argsort()
@@ -309,7 +309,7 @@ class Steps(Ragged):
 
 @dataclass(frozen=True, kw_only=True)
 class Pairs(Ragged):
-    """Pairs of texts: row 2i is the chosen text of pair i, row 2i + 1 the rejected one."""
+    """Pairs of texts: row 2i is the chosen text of pair i, and row 2i + 1 is the rejected text."""
 
     margins: Float[Tensor, " B"] = per_sample()  # margin of the pair, at both of its rows
 
@@ -319,15 +319,15 @@ class Experience(Ragged):
     """A batch of episodes as it passes through annotation, credit assignment and the update.
 
     An episode has one row, or one row per conversation. A column is None until it is computed, and
-    also in copies of the batch for workers that do not read it (`only`).
+    in copies of the batch for workers that do not read the column (`only`).
     """
 
     # Known after sampling.
     action_mask: Bool[Tensor, " N"] = per_token()  # True at tokens that the policy sampled
     rollout_logprobs: Float[Tensor, " N"] | None = per_token(default=None)  # log π, as sampled
-    group_ids: Int[Tensor, " B"] = per_sample()  # equal for samples of the same prompt
+    group_ids: Int[Tensor, " B"] = per_sample()  # the same for all samples of a prompt
     truncated: Bool[Tensor, " B"] = per_sample()  # True if the token budget ended the episode
-    # Equal for rows of the same episode; None if each row is an episode.
+    # The same number for all rows of an episode; None if each row is an episode.
     trajectory_ids: Int[Tensor, " B"] | None = per_sample(default=None)
 
     # Known after scoring.
@@ -461,5 +461,5 @@ def turn_reward_column(trajectories: Sequence[Trajectory]) -> Float[Tensor, " N"
     if not places:
         return None
     column = np.zeros(start)
-    np.add.at(column, places, amounts)  # accumulates several rewards of the same token
+    np.add.at(column, places, amounts)  # unlike +=, adds up several rewards of the same token
     return torch.tensor(column, dtype=torch.float32)

@@ -17,7 +17,7 @@ class StopReason(StrEnum):
     # The policy sampled an end-of-turn token, stop token or stop string, or the environment was
     # done.
     STOP = "stop"
-    # The token budget ran out. Counted as truncated.
+    # The token budget ran out. The episode counts as truncated.
     LENGTH = "length"
     # The engine, reward or agent failed. The episode has an error and no reward, and is not trained
     # on.
@@ -25,7 +25,7 @@ class StopReason(StrEnum):
 
 
 class Failure(StrEnum):
-    """The kind of a failure. Counted in the metric `train/failed_<kind>`."""
+    """The kind of a failure, counted in the metric `train/failed_<kind>`."""
 
     TIMEOUT = "timeout"  # no result in time
     EXCEPTION = "exception"  # user code raised an exception
@@ -41,10 +41,11 @@ class Failure(StrEnum):
 class Prompt:
     """A prompt drawn from the prompt dataset.
 
-    Created by `data.prompts` and consumed by the rollout generator.
+    `data.prompts` creates prompts, and the rollout generator consumes them.
     """
 
-    # Running number of the draw, not the dataset row. Seeds the samples and orders the batch.
+    # Running number of the draw, not the dataset row. It seeds the samples and determines their
+    # order in the batch.
     index: int
     text: str
     tokens: list[int]  # tokens of the entire text
@@ -57,8 +58,8 @@ class Prompt:
 class Trajectory:
     """One finished episode. Its per-token lists have length T.
 
-    Created by the generator or an agent and consumed by the experience maker. Example with the
-    prompt `2+2=` and the sampled answer `4<eos>` (made-up ids):
+    The generator or an agent creates trajectories, and the experience maker consumes them. Example
+    with the prompt `2+2=` and the sampled answer `4<eos>` (made-up ids):
 
         tokens           [7, 9, 7, 3,    5,    1]
         action_mask      [F, F, F, F,    T,    T]
@@ -74,7 +75,8 @@ class Trajectory:
     sample_index: int  # index of the sample among its prompt's samples
     stop_reason: StopReason
     reward: float | None = None  # None until a reward worker scores the episode
-    # Used by dynamic filtering and pass@k. Equals the reward, unless the user also returns a score.
+    # Dynamic filtering and pass@k use the score, which equals the reward unless the user also
+    # returns a score.
     score: float | None = None
     weight_versions: tuple[int, ...] = ()  # weight versions that sampled the tokens, oldest first
     extra_logs: Mapping[str, float] = field(default_factory=dict[str, float])
@@ -84,11 +86,12 @@ class Trajectory:
     # Parts of the reward: (position of a turn's last token, amount).
     turn_rewards: tuple[tuple[int, float], ...] = ()
     # Batch columns that are already computed: name → (T,) tensor, or a list that was read from a
-    # file. Added by the controller.
+    # file. The controller adds them.
     columns: Mapping[str, Any] = field(default_factory=dict[str, Any])
     filtered: bool = False  # True if dynamic filtering rejected the prompt: logged, not trained on
-    turns: int | None = None  # policy calls of an agent's episode, in all conversations
-    # An agent's earlier conversations; this object is the last one. They share its reward.
+    turns: int | None = None  # number of policy calls in an agent's episode, over all conversations
+    # An agent's earlier conversations, which share the episode's reward. This object is the last
+    # conversation.
     earlier: "tuple[Trajectory, ...]" = ()
 
     def __post_init__(self) -> None:
@@ -101,7 +104,7 @@ class Trajectory:
             )
 
     def failing(self, error: str | None, failure: Failure | None) -> Self:
-        """Return the episode marked as failed: with the error, without reward and score."""
+        """Return the episode marked as failed, with the error and without a reward or score."""
         return replace(
             self,
             stop_reason=StopReason.FAILED,
@@ -112,9 +115,7 @@ class Trajectory:
         )
 
     def packed(self) -> Self:
-        """Return the same episode with arrays instead of per-token lists, which take a tenth of the
-        memory.
-        """
+        """Return the same episode with arrays, which take a tenth of the memory of Python lists."""
         return replace(
             self,
             tokens=array("i", self.tokens),
@@ -127,7 +128,7 @@ class Trajectory:
     def conversations(self) -> "tuple[Trajectory, ...]":
         """The token sequences of the episode, in order.
 
-        There are several if an agent starts a new conversation.
+        There are several sequences if an agent starts a new conversation.
         """
         return (*self.earlier, self)
 
@@ -169,7 +170,7 @@ class TrajectoryBuilder:
                 self.weight_versions.append(version)
 
     def append_feedback(self, tokens: Sequence[int]) -> None:
-        """Append tokens that the environment wrote: context for the policy, not trained on."""
+        """Append tokens that the environment wrote. They are context that is not trained on."""
         self.tokens += tokens
         self.action_mask += [False] * len(tokens)
         self.rollout_logprobs += [0.0] * len(tokens)

@@ -1,1 +1,1 @@
-"""HTTP server of a reward model. It scores concurrent requests in batches."""
+"""HTTP server of a reward model, which scores concurrent requests in batches."""

@@ -21,12 +21,12 @@ class _Request(NamedTuple):
 
 
 class Batcher:
-    """Batches concurrent requests: those that arrive while `score` is busy share the next batch.
+    """Batches concurrent requests: requests that arrive while `score` is busy share the next batch.
 
-    A batch takes whole requests in arrival order: at least one, and no more than fit into
+    A batch takes whole requests in arrival order: at least one request, and no more than fit into
     `max_tokens`. An idle batcher waits up to `max_wait` seconds until as many requests have arrived
-    as were in the last batch. This keeps clients that send requests in lockstep in one batch, and a
-    single client never waits. `score` runs in its own thread.
+    as were in the last batch. Clients that send requests in lockstep therefore stay in one batch,
+    and a single client never waits. `score` runs in its own thread.
     """
 
     def __init__(

@@ -1,4 +1,4 @@
-"""Connections of the reward server, limited in number and in the time to send a request."""
+"""Connections of the reward server. Their number and the time to send a request are limited."""
 
 import asyncio
 import resource
@@ -25,10 +25,10 @@ def raise_connection_limit() -> int:
 class Connection(H11Protocol):
     """A connection that is closed if its client takes too long to send a request.
 
-    The whole request, headers and body, must arrive within `request_timeout_s`. At the connection
-    limit, a new connection replaces the one that has waited longest for its client. Connections
-    waiting for a response are never dropped. If all connections are waiting for a response, new
-    requests get status 503.
+    The whole request, both headers and body, must arrive within `request_timeout_s`. At the
+    connection limit, a new connection replaces the one that has waited longest for its client.
+    Connections waiting for a response are never dropped. If all connections are waiting for a
+    response, new requests get status 503.
     """
 
     request_timeout_s: ClassVar[float] = 60.0
@@ -56,7 +56,7 @@ class Connection(H11Protocol):
         self._set_deadline()
 
     def on_response_complete(self) -> None:
-        """Start the timer for the next request, or for the rest of one answered early."""
+        """Start the timer for the next request, or for the rest of a request answered early."""
         super().on_response_complete()
         self._set_deadline()
 

@@ -21,10 +21,10 @@ def tokenize_texts(
 ) -> list[list[int]]:
     """Tokenize texts without adding special tokens.
 
-    A long text is truncated to its last `max_len` tokens, or to its first with `keep_start`. A
-    final end-of-text token is always kept, because the model was trained to output its score there.
-    Characters far from the kept tokens are not tokenized, because tokenizing long texts without
-    spaces is slow.
+    A long text is truncated to its last `max_len` tokens, or to its first tokens with `keep_start`.
+    A final end-of-text token is always kept, because the model was trained to output its score
+    there. Characters far from the kept tokens are not tokenized, because tokenizing long texts
+    without spaces is slow.
     """
     limit = most_characters(max_len)
     end = str(tokenizer.eos_token)
@@ -65,9 +65,9 @@ def score_texts(
 def load_scorer(
     config: ServeConfig,
 ) -> tuple[Callable[[list[str]], list[list[int]]], Callable[[list[list[int]]], list[float]]]:
-    """Load the configured model. Return a function that tokenizes and one that scores.
+    """Load the configured model. Return a function that tokenizes and a function that scores.
 
-    Both are tested once on a short text. Raises DataError or ModelError.
+    Both functions are tested once on a short text. Raises DataError or ModelError.
     """
     path = config.reward.model_name_or_path
     tokenizer = get_tokenizer(

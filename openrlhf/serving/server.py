@@ -23,7 +23,7 @@ from openrlhf.serving.connections import MAX_CONNECTIONS, Connection, raise_conn
 from openrlhf.serving.scorer import load_scorer
 
 PIECE_TEXTS = 4  # number of texts tokenized before another request gets its turn
-SHUTDOWN_TIMEOUT_S = 10  # time for requests in progress when the server stops
+SHUTDOWN_TIMEOUT_S = 10  # time allowed for requests in progress when the server stops
 EXAMPLE = '{"query": ["prompt and response"]}'
 
 
@@ -77,7 +77,7 @@ def reward_app(
 
     Requests are parsed, tokenized and scored in threads, so the event loop stays free.
     """
-    # A single thread, because tokenizers are not thread-safe.
+    # Use a single thread, because tokenizers are not thread-safe.
     reader = ThreadPoolExecutor(1, "read")
 
     @asynccontextmanager
@@ -125,7 +125,7 @@ def reward_app(
 async def read_body(request: Request, *, max_mib: float) -> bytes:
     """Return the body of a request. Raises HTTPException with status 413 above `max_mib` MiB.
 
-    The rest of a larger body is never read into memory.
+    If the body is larger, the rest of it is never read into memory.
     """
     body = bytearray()
     async for chunk in request.stream():
