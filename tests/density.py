@@ -12,7 +12,7 @@ from collections.abc import Iterable, Iterator
 # the number of conditional expressions, of comprehensions, and of comprehensions that are nested or
 # have two loops, per 10,000 nodes.
 BOUNDS = {"mean": 8.5, "heavy": 2.2, "conditionals": 40.0, "comprehensions": 60.0, "nested": 3.0}
-HEAVY = 25  # a statement with more nodes is heavy
+HEAVY = 25  # a statement with more nodes than this is heavy
 COMPREHENSIONS = (ast.ListComp, ast.SetComp, ast.DictComp, ast.GeneratorExp)
 DOCUMENTED = (ast.Module, ast.ClassDef, ast.FunctionDef, ast.AsyncFunctionDef)
 NOT_COUNTED = (ast.expr_context, ast.Import, ast.ImportFrom)
@@ -62,7 +62,7 @@ def _counted_children(node: ast.AST) -> Iterator[ast.AST]:
 
 
 def density(trees: Iterable[ast.Module]) -> dict[str, float]:
-    """Return a package's values for the measures in `BOUNDS`."""
+    """Return a package's value for each measure in `BOUNDS`."""
     counts = Counts()
     for tree in trees:
         counts.visit(tree)

@@ -1,6 +1,6 @@
 """Helpers that run the commands as a user would.
 
-They start processes from flags and read run folders.
+The helpers start processes from flags and read run folders.
 """
 
 from __future__ import annotations
@@ -53,7 +53,7 @@ class Finished:
 def as_arguments(flags: Flags) -> list[str]:
     """Return flags as command-line arguments.
 
-    True sets a switch, None omits a flag, and a list passes several values.
+    True sets a switch, None omits the flag, and a list passes several values.
     """
     arguments: list[str] = []
     for name, value in flags.items():
@@ -95,7 +95,7 @@ def small_grpo(workspace: Path, folder: Path, *, prompts: int, samples: int) -> 
 
 
 def train_here(flags: Flags) -> None:
-    """Run `train_ppo_ray` in this process, which may already be connected to a Ray cluster."""
+    """Run `train_ppo_ray` in this process, which may already be connected to Ray."""
     run_ppo(parse_config(PPOConfig, as_arguments(flags), command="train_ppo_ray"))
 
 
@@ -107,7 +107,7 @@ def launch(
     folder: Path = ROOT,
     variables: Mapping[str, str] | None = None,
 ) -> subprocess.Popen[str]:
-    """Start `openrlhf.cli.<command>` in its own session, with this environment's tools on the path.
+    """Start `openrlhf.cli.<command>` in its own session, with this environment's tools on PATH.
 
     `command` may include a verb (`main my_task`). `folder`: the working directory. `variables`:
     additional environment variables.
@@ -198,7 +198,7 @@ def column(folder: Path, name: str) -> list[float]:
 def default_schedule(peak: float, steps: int) -> list[float]:
     """Return the learning rates of a run with `steps` optimizer steps.
 
-    They are computed by the Transformers scheduler with the settings of the default flags.
+    The rates come from the Transformers scheduler with the settings of the default flags.
     """
     optimizer = torch.optim.AdamW([torch.nn.Parameter(torch.zeros(1))], lr=peak)
     scheduler = get_scheduler(

@@ -1,4 +1,4 @@
-"""The descendants of a process, and whether they are still running. Linux only."""
+"""The descendants of a process and whether they are still running. Works only on Linux."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ class Process:
 
 
 def _stat(pid: int) -> list[str] | None:
-    """Return the fields of /proc/<pid>/stat after the name: state, parent, ….
+    """Return the fields of /proc/<pid>/stat that follow the process name: state, parent, ….
 
     Return None if the process has ended.
     """

@@ -16,7 +16,7 @@ from tests.e2e.commands import launch
 
 @dataclass(frozen=True, kw_only=True)
 class RewardModelServer:
-    """A running server; `url` is what `--reward.remote_url` takes."""
+    """A running server, whose `url` is a value for `--reward.remote_url`."""
 
     url: str
     process: subprocess.Popen[str]
@@ -26,7 +26,7 @@ class RewardModelServer:
 def reward_model_server(model: Path, **flags: Any) -> Iterator[RewardModelServer]:
     """Run a float32 server on a free port until the block exits.
 
-    Waits until the server answers. In keyword arguments, `__` stands for the dot of a flag name.
+    Waits until the server responds. In keyword arguments, `__` stands for the dot in a flag name.
     """
     start = {"reward.model_name_or_path": model, "ds.param_dtype": "fp32", "port": 0}
     process = launch(

@@ -1,6 +1,6 @@
 """End-to-end tests of asynchronous training.
 
-Samples come from older weights, and each prompt is trained on exactly once, even after a kill.
+Samples come from older weights, and every prompt is trained on exactly once, even after a kill.
 """
 
 from __future__ import annotations
@@ -77,7 +77,7 @@ def flags(workspace: Path, folder: Path, **changes: Any) -> dict[str, Any]:
 
 
 def lags(folder: Path) -> list[int]:
-    """Return, for each sample, its step's weight version minus the version of its first token."""
+    """Return, for each sample, its step's weight version minus its first token's version."""
     return [row["step"] - 1 - min(row["weight_versions"]) for row in samples(folder)]
 
 
@@ -130,7 +130,7 @@ def test_every_sample_has_one_weight_version_without_partial_rollouts(workspace:
     train_here(flags(workspace, folder, **{"train.async_queue_size": 1, "data.max_samples": 12}))
     assert {len(row["weight_versions"]) for row in samples(folder)} == {1}
     assert set(lags(folder)) == {0, 1}
-    assert lags(folder).count(0) == BATCH * SAMPLES  # samples of the first step
+    assert lags(folder).count(0) == BATCH * SAMPLES  # only the first step's samples have no lag
 
 
 @pytest.mark.verify
@@ -153,9 +153,9 @@ def test_rejected_prompts_are_replaced_during_training(workspace: Path) -> None:
 def test_models_score_a_prompt_side_by_side_while_other_samples_are_under_way(
     workspace: Path,
 ) -> None:
-    """The agent does not finish any other prompt until models score the first one.
+    """The agent finishes no other prompt until models score the first one.
 
-    If the run scored only whole batches, it would never end.
+    A run that scored only whole batches would therefore never end.
     """
     folder = workspace / "side-by-side"
     plugin, agent = (folder / "user" / name for name in ("slow_scores.py", "patient_agent.py"))

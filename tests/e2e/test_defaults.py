@@ -40,14 +40,14 @@ from tests.verify.test_learning import RUNS as LEARNING_RUNS
 MODEL: dict[str, Any] = {
     **HEADS,
     "max_position_embeddings": 2048,
-}  # the default --data.max_len
+}  # matches the default --data.max_len
 VOCABULARY = 64
 ROWS, BATCH = (
     320,
     128,
 )  # two full optimizer steps and one with the remaining 64 rows
-# Sets of flags that together use the code of each advantage estimator and each policy loss. `make
-# verify` runs all other methods: with defaults here, or for longer in
+# Sets of flags that together exercise every advantage estimator and every policy loss. `make
+# verify` runs all other methods, either here with defaults or for longer in
 # tests/verify/test_learning.py.
 SOME_METHODS = ("gae", "dapo")
 OTHER_METHODS = sorted(flag_sets().keys() - SOME_METHODS - LEARNING_RUNS.keys())
@@ -96,7 +96,7 @@ def test_sft_trains_with_default_flags(sft: Path) -> None:
     assert column(sft, "train/lr") == default_schedule(5e-6, 2 * (ROWS // BATCH))
     assert column(sft, "train/gpt_loss") == pytest.approx(
         [math.log(VOCABULARY)] * 4, abs=0.15
-    )  # almost untrained
+    )  # the model is almost untrained
 
 
 @pytest.fixture(scope="module")
@@ -115,7 +115,7 @@ def test_reward_model_trains_with_default_flags(reward_model: Path) -> None:
     assert column(reward_model, "train/lr") == default_schedule(9e-6, ROWS // BATCH)
     assert column(reward_model, "train/loss") == pytest.approx(
         [math.log(2)] * 2, abs=0.2
-    )  # almost untrained
+    )  # the model is almost untrained
 
 
 @pytest.fixture(scope="module")
@@ -140,7 +140,7 @@ def test_ppo_with_a_reward_model_trains_with_default_flags(ppo: Path) -> None:
     assert column(ppo, "train/actor_lr") == default_schedule(1e-6, len(steps))
     assert column(ppo, "train/critic_lr") == default_schedule(9e-6, len(steps))
     first = steps[0]
-    # The policy equals its reference, and the only optimizer step of a batch starts at π_old.
+    # The policy still equals its reference, and each batch's only optimizer step starts at π_old.
     assert first["train/kl"] == 0
     for row in steps:
         assert abs(row["train/ppo_kl"]) < 1e-6 and row["train/ppo_clip_ratio"] == 0
@@ -156,7 +156,7 @@ def test_ppo_with_a_reward_model_trains_with_default_flags(ppo: Path) -> None:
 def test_train_ppo_accepts_the_flags_of_older_launch_scripts(
     workspace: Path, reward_model: Path
 ) -> None:
-    """The flags come from that release's script, with shorter answers and fewer prompts."""
+    """The flags come from an older release's script, with shorter answers and fewer prompts."""
     folder = workspace / "old_ppo"
     line = {
         "pretrain": workspace / "model",

@@ -1,4 +1,4 @@
-"""End-to-end tests of `openrlhf eval`: pass@k, reward model accuracy, and win rate by a judge."""
+"""End-to-end tests of `openrlhf eval`: pass@k, reward model accuracy, and a judge's win rate."""
 
 from __future__ import annotations
 
@@ -99,7 +99,7 @@ def test_pass_at_k_is_computed_from_the_samples_of_each_data_source(
 ) -> None:
     """The function's score decides which samples pass.
 
-    The reward is the sum of the function's reward and the reward model's.
+    The reward is the sum of the function's reward and the reward model's reward.
     """
     [metrics] = numbers(workspace / "pass_k")
     rows = evaluated(workspace / "pass_k")
@@ -199,7 +199,7 @@ def test_reward_model_accuracy_matches_plain_transformers(workspace: Path) -> No
 @pytest.mark.verify
 @pytest.mark.usefixtures("cluster")
 def test_judge_computes_the_win_rate_against_another_model(workspace: Path) -> None:
-    """The judge prefers digits. Without a difference it always answers B, which counts as a tie."""
+    """The judge prefers digits. Otherwise it always answers B, which counts as a tie."""
     against = {
         "task": "win_rate",
         "against.model_name_or_path": workspace / "other",
@@ -228,7 +228,7 @@ def test_judge_computes_the_win_rate_against_another_model(workspace: Path) -> N
 def test_command_fails_after_writing_all_rows_if_the_judge_mostly_fails(
     workspace: Path,
 ) -> None:
-    """The other model's answers come from a dataset column."""
+    """The opposing model's answers come from a dataset column."""
     column = {"task": "win_rate", "against.answer_key": "chosen"}
     with (
         judge_server() as judge,

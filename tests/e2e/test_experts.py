@@ -18,7 +18,7 @@ from tests.tiny import save_tiny_model
 KINDS = {
     "mixtral": (2, None),
     "qwen3-moe": (3, True),
-}  # the ZeRO stage for each model, and whether to use packing
+}  # for each model, the ZeRO stage and whether to pack rows
 
 
 @pytest.fixture(scope="module")
@@ -42,9 +42,9 @@ def flags(workspace: Path, folder: Path, model: str, **changes: Any) -> dict[str
 @pytest.mark.verify
 @pytest.mark.parametrize("kind", ["mixtral", "qwen3-moe"])
 def test_two_processes_learn_the_task_and_balance_the_experts(workspace: Path, kind: str) -> None:
-    """The balancing loss is 2, the number of experts per token, if all experts are used equally.
+    """If all experts are used equally, the balancing loss is 2, the number of experts per token.
 
-    Without balancing, training increases it.
+    Training without the balancing loss increases this value.
     """
     stage, packing = KINDS[kind]
     ends = {}

@@ -1,6 +1,6 @@
 """End-to-end tests of GRPO on Ray, vLLM and DeepSpeed.
 
-Runs are uninterrupted, killed and resumed, in other layouts, and with failing rewards.
+Runs are uninterrupted, killed and resumed, split over different layouts, or have failing rewards.
 """
 
 from __future__ import annotations
@@ -82,7 +82,7 @@ def workspace(own_folder: Path) -> Path:
 
 
 def grpo_flags(workspace: Path, folder: Path, **changes: Any) -> dict[str, Any]:
-    """Return flags for six steps of four prompts with four samples of at most eight tokens each.
+    """Return flags for six steps of four prompts, with four samples of at most eight tokens each.
 
     All episodes are written to samples.jsonl.
     """
@@ -104,7 +104,7 @@ def grpo_flags(workspace: Path, folder: Path, **changes: Any) -> dict[str, Any]:
 
 @pytest.fixture(scope="module")
 def whole(workspace: Path) -> Path:
-    """Run without interruption. The run starts Ray itself."""
+    """Complete a run without interruption. The run starts Ray itself."""
     folder = workspace / "whole"
     flags = grpo_flags(
         workspace,
@@ -150,7 +150,7 @@ def test_every_metric_is_finite_and_documented(whole: Path) -> None:
 
 
 def test_engine_and_trainer_logprobs_agree_in_every_step(whole: Path) -> None:
-    """The gap, in nats per token, stays small after each publication.
+    """The gap between the two, in nats per token, stays small after each publication.
 
     Step k + 1 samples with the weights that step k published.
     """
@@ -162,7 +162,7 @@ def test_engine_and_trainer_logprobs_agree_in_every_step(whole: Path) -> None:
 def test_unneeded_forward_passes_are_skipped_and_the_rest_are_timed(
     whole: Path,
 ) -> None:
-    """The run is strictly on-policy with the KL in the loss.
+    """The run is strictly on-policy and has its KL penalty in the loss.
 
     Only π_ref needs its own forward pass, because the training forward pass yields π_old.
     """
@@ -224,7 +224,7 @@ def test_killed_run_leaves_no_processes_and_resumes_with_the_same_metrics(
 ) -> None:
     """The run uses the configuration that the uninterrupted run wrote, with the same seed.
 
-    All metrics are identical to the last digit.
+    All logged metrics are identical to the last digit.
     """
     folder = workspace / "killed"
     flags = {"config": whole / "config.yaml", **places(folder)}
@@ -323,7 +323,7 @@ def test_a_run_that_ends_while_its_processes_start_leaves_nothing(
             started.update(descendants(process.pid))
             sessions.update(Path(ray_folder).rglob(f"session_*_{process.pid}"))
             if end and any("RolloutEngine" in each.command and each.running for each in started):
-                process.send_signal(end)  # repeated signals must not change the result
+                process.send_signal(end)  # repeating the signal must not change the result
             time.sleep(0.2)
         done = finish(process)
         assert (done.status, survivors(started, within=30)) == (status, []), done.errors
@@ -338,7 +338,7 @@ def test_a_run_that_ends_while_its_processes_start_leaves_nothing(
 
 @pytest.fixture(scope="module")
 def cluster(whole: Path) -> Iterator[None]:
-    """Start Ray for the runs below, but only after `whole`, which must find no running cluster."""
+    """Start Ray for the runs below, but after `whole`, which must find no running cluster."""
     ray.init(
         num_cpus=8, include_dashboard=False, log_to_driver=False, object_store_memory=256 << 20
     )
@@ -350,7 +350,7 @@ def cluster(whole: Path) -> Iterator[None]:
 def test_zero3_with_two_ranks_and_two_engines_gives_the_same_result(
     whole: Path, workspace: Path
 ) -> None:
-    """Losses agree to 1e-4, and the sampled tokens are identical.
+    """The losses agree to 1e-4, and the sampled tokens are identical.
 
     Sums are computed in a different order, and AdamW steps amplify the differences.
     """
@@ -408,7 +408,7 @@ def test_a_run_goes_on_with_another_number_of_ranks(
 
 
 def notes(folder: Path) -> list[str]:
-    """Return the sleep and wake-up lines in the logs of engines and models, in time order."""
+    """Return the sleep and wake-up lines from the logs of engines and models, in time order."""
     lines = [
         line for log in (folder / "logs").glob("*-0.log") for line in log.read_text().splitlines()
     ]
@@ -447,15 +447,15 @@ def test_models_and_engines_on_the_same_devices_sleep_in_turn_and_come_to_the_sa
     rollout = [
         *engine_wakes[1:],
         "engine 0 asleep",
-    ]  # its weights stay awake after they are published
+    ]  # the engine's weights stay awake after they are published
     update = ["actor awake", "actor asleep", *engine_wakes[:1]]
     start = ["engine 0 asleep", "actor asleep", *engine_wakes[:1]]
     steps = [*rollout, *update] * 2
     assert notes(folder)[: len(start) + len(steps)] == start + steps
     assert (
         notes(folder).count("actor awake") == STEPS + 3
-    )  # awake for two best checkpoints and the export
-    assert notes(folder).count("engine 0 asleep") == 1 + STEPS + 2  # after two evaluations
+    )  # the models wake up for two best checkpoints and the export
+    assert notes(folder).count("engine 0 asleep") == 1 + STEPS + 2  # and after two evaluations
 
 
 @pytest.mark.verify
@@ -527,7 +527,7 @@ def test_stop_strings_and_stop_tokens_end_responses_and_are_kept(workspace: Path
     train_here(grpo_flags(workspace, folder, **{"data.max_samples": BATCH, **stops}))
     responses = [
         re.sub(r"<\w+>", "·", row["response"]) for row in samples(folder)
-    ]  # the letters in "<bos>" are not tokens
+    ]  # the characters of "<bos>" are not tokens
     assert not any(set(response[:-1]) & set("bcde") for response in responses)
     assert {"b", "c"} & {response[-1] for response in responses}
     assert {"d", "e"} & {response[-1] for response in responses}
@@ -548,9 +548,10 @@ def check_same(folder: Path, other: Path) -> None:
 def test_several_optimizer_steps_per_batch_do_not_depend_on_the_layout(
     workspace: Path,
 ) -> None:
-    """A rank with fixed micro-batches is compared with two ranks that limit tokens per micro-batch.
+    """One rank with fixed micro-batch sizes is compared with two ranks that use a token limit.
 
-    The KL is in the reward, the token limit is below --data.max_len, and the last batch is smaller.
+    The KL penalty is in the reward, the token limit is below --data.max_len, and the last batch is
+    smaller.
     """
     common = {
         "data.max_samples": 11,
@@ -595,7 +596,7 @@ def test_several_optimizer_steps_per_batch_do_not_depend_on_the_layout(
 def test_a_mixture_of_experts_is_balanced_and_published(
     workspace: Path, kind: str, changes: dict[str, Any]
 ) -> None:
-    """Policy and critic are trained, and every expert is published to the engine.
+    """The policy and the critic are trained, and every expert is published to the engine.
 
     Trainer and engine compute the same log-probabilities for the sampled tokens.
     """
@@ -613,7 +614,7 @@ def test_a_mixture_of_experts_is_balanced_and_published(
     for balance in losses if "algo.advantage.estimator" in changes else losses[:1]:
         assert len(balance) == 4 and all(
             1 < value < 8 for value in balance
-        )  # 2 if 8 experts are balanced
+        )  # the loss is 2 if the 8 experts are balanced
 
 
 @pytest.mark.usefixtures("cluster")
@@ -622,7 +623,7 @@ def test_initial_policy_is_exported_if_it_does_not_improve_within_the_patience(
 ) -> None:
     """The metric never changes, so the initial evaluation is the best one.
 
-    Its weights are restored exactly.
+    The initial weights are restored exactly.
     """
     folder = workspace / "patient"
     waits = {
@@ -665,7 +666,7 @@ def troubled(workspace: Path, name: str, **changes: Any) -> tuple[Path, list[dic
 def test_failed_rewards_below_the_rate_are_counted_and_not_trained_on(
     workspace: Path,
 ) -> None:
-    """Samples fail if their reward call raises. All four calls of one prompt hang."""
+    """A sample fails if its reward call raises. All four calls for one prompt hang."""
     prompts = [row | {"label": "hang"} if i == 0 else row for i, row in enumerate(words(4, seed=1))]
     dataset = write_rows(workspace / "hanging.jsonl", prompts)
     changes = {"data.prompt_dataset": dataset, "reward.timeout": 1.0, "reward.max_error_rate": 0.9}
@@ -768,9 +769,9 @@ def test_checkpoint_from_a_different_run_is_rejected_and_left_unchanged(
 def test_gsm8k_chats_are_rendered_and_graded_by_the_math_verifier(
     workspace: Path, data_dir: Path
 ) -> None:
-    """Each of 64 questions is used once.
+    """Each of the 64 questions is used once.
 
-    It is rendered with the chat template and graded against an answer such as `#### 72`.
+    Each question is rendered with the chat template and graded against an answer such as `#### 72`.
     """
     lines = (data_dir / "gsm8k/train.jsonl").read_text().splitlines()[:64]
     rows = [json.loads(line) for line in lines]
@@ -812,7 +813,7 @@ def test_rejected_prompts_are_replaced_and_a_resumed_run_filters_the_same(
 ) -> None:
     """A sample scores 1 if it contains the letter a.
 
-    A prompt is replaced if all or none of its samples contain it.
+    A prompt is replaced if all or none of its samples contain an a.
     """
     monkeypatch.setattr("openrlhf.observability.recorder.SAMPLES_PER_STEP", 1000)
     folder = workspace / "filtered"
@@ -858,7 +859,7 @@ def test_rejected_prompts_are_replaced_and_a_resumed_run_filters_the_same(
     before, weights = numbers(folder), (folder / "model" / "model.safetensors").read_bytes()
     for manifest in (folder / "checkpoints").glob(
         "*.json"
-    ):  # as if it had been killed two steps before the end
+    ):  # as if the run had been killed two steps before the end
         if f"step{steps - 2}." not in manifest.name:
             manifest.unlink()
     train_here({**flags, "ckpt.load_enable": True})
@@ -886,7 +887,7 @@ def test_prompts_generated_ahead_record_the_weight_version_they_were_sampled_wit
     gaps = column(folder, "train/logprob_gap_mean")
     assert (
         max(gaps[::2]) < 1e-5 < min(gaps[1::2])
-    )  # small with the sampling weights, larger with weights that have changed since then
+    )  # small under the weights that sampled, larger under weights that have changed since
 
 
 # ---- long tests, run by `make verify`

@@ -1,6 +1,6 @@
 """End-to-end tests of batch inference.
 
-They generate, score, train on the output, resume after a kill, and chat through a pipe.
+The tests generate, score, train on the output, resume after a kill, and chat through a pipe.
 """
 
 from __future__ import annotations
@@ -111,7 +111,7 @@ def answers(workspace: Path, cluster: None) -> list[dict[str, Any]]:
 
 @pytest.fixture(scope="module")
 def scores(workspace: Path, answers: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """Return the answers with their rewards."""
+    """Return the answers together with their rewards."""
     return infer(scoring(workspace, "scores"))
 
 
@@ -128,7 +128,7 @@ def test_answers_are_written_in_dataset_order(
 def test_different_settings_are_rejected_and_a_truncated_journal_is_continued(
     workspace: Path, scores: list[dict[str, Any]]
 ) -> None:
-    """A killed command may leave a journal that ends in the middle of a line."""
+    """A killed command may leave behind a journal that ends in the middle of a line."""
     line = scoring(workspace, "scores")
     with pytest.raises(DataError, match="--output_path"):
         infer(line)
@@ -206,7 +206,7 @@ def test_each_iteration_processes_its_own_rows(workspace: Path, cluster: None) -
 
 @pytest.mark.verify
 def test_killed_command_resumes_without_losing_or_duplicating_rows(workspace: Path) -> None:
-    """Together, both parts equal an uninterrupted command's file, because rows have own seeds."""
+    """Both parts together equal an uninterrupted command's file, because each row has a seed."""
     draw = random.Random(1)
     many = write_rows(
         workspace / "many.jsonl", [{"input": f"{draw.randint(0, 9999)}="} for _ in range(300)]
@@ -276,7 +276,7 @@ def test_interrupt_stops_the_answer_but_not_the_chat(workspace: Path) -> None:
         pass
     chat.stdin.write("1+1=\n")
     chat.stdin.flush()
-    assert chat.stdout.read(1)  # the answer has started
+    assert chat.stdout.read(1)  # the model has started to answer
     os.killpg(chat.pid, signal.SIGINT)
     chat.stdin.write("1+1=\n/exit\n")
     chat.stdin.flush()

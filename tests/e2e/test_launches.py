@@ -114,7 +114,7 @@ def alone(workspace: Path) -> Path:
 def test_a_reward_model_of_two_processes_is_that_of_one(
     alone: Path, workspace: Path, launcher: tuple[str, ...], stage: int
 ) -> None:
-    """Losses agree to 1e-5: sums are in a different order."""
+    """Losses agree only to 1e-5, because sums are computed in a different order."""
     folder = workspace / launcher[0]
     flags = rm_flags(workspace, folder, **{"ds.zero_stage": stage})
     run("train_rm", flags, launcher=(launcher[0], "--master_port", str(free_port()), *launcher[1:]))
@@ -142,7 +142,7 @@ def test_a_reward_model_of_two_processes_is_that_of_one(
 
 @pytest.fixture(scope="module")
 def offline(workspace: Path) -> dict[str, Finished]:
-    """Run the commands in parallel, because they spend most of their time on imports.
+    """Run the offline commands in parallel, because they spend most of their time on imports.
 
     The only change is that each command gets its own port.
     """
@@ -185,7 +185,7 @@ def test_documented_rm_command_trains(offline: dict[str, Finished], workspace: P
 
 @dataclass(frozen=True, kw_only=True)
 class Cluster:
-    """A Ray cluster on two nodes: job address, shell environment, and the nodes' folders."""
+    """A Ray cluster with two nodes: its job address, shell environment, and the nodes' folders."""
 
     api: str
     variables: dict[str, str]
@@ -197,7 +197,7 @@ class Cluster:
         return line.replace("http://127.0.0.1:8265", self.api)
 
     def copy_on(self, node: Path) -> Path:
-        """Return the folder of a node's copy of the last job's working directory."""
+        """Return the folder with a node's copy of the last job's working directory."""
         copies = (node / "session_latest/runtime_resources/working_dir_files").iterdir()
         return max(
             (path for path in copies if path.is_dir()), key=lambda path: path.stat().st_mtime
@@ -208,7 +208,7 @@ class Cluster:
 def cluster(workspace: Path) -> Iterator[Cluster]:
     """Start a cluster with its own ports, folders and token.
 
-    The first node only accepts jobs. All processes that a run starts are on the second node.
+    The first node only accepts jobs. All processes started by a run are on the second node.
     """
     # Ray puts its sockets in this folder, and socket paths must be short.
     home = Path(tempfile.mkdtemp(prefix="ray-", dir="/tmp"))
@@ -261,7 +261,7 @@ def jobs(cluster: Cluster, workspace: Path) -> dict[str, Finished]:
 
 def test_job_with_a_missing_flag_fails_with_the_error_message(jobs: dict[str, Finished]) -> None:
     done = jobs["as printed"]
-    assert done.status == 1  # Ray's own
+    assert done.status == 1  # Ray's own exit status
     shown = done.printed + done.errors
     assert "failed with exit code 2" in shown
     assert re.search("^error: --data.prompt_dataset is required.", shown, re.MULTILINE)
@@ -357,7 +357,7 @@ def test_a_job_that_is_stopped_ends_with_all_its_processes(
     assert shown.stdout is not None
     next(text for text in shown.stdout if re.match(r"step +1/", text))
     started = of_runs()
-    assert len(started) == 5  # policy, reference, critic, reward model, engine
+    assert len(started) == 5  # one each for policy, reference, critic, reward model and engine
     stop = f"ray job stop --address={cluster.api} endless"
     stopped = finish(type_in(stop, workspace, cluster.variables))
     assert stopped.status == 0, stopped.errors
@@ -436,7 +436,7 @@ def test_process_terminated_while_ray_starts_leaves_no_processes(
 def test_sigterm_to_the_process_group_ends_a_run_cleanly(send: Callable[[int, int], None]) -> None:
     """`timeout` and schedulers send SIGTERM to the whole process group.
 
-    Ray must outlive the signal, because the run needs it to shut down cleanly.
+    Ray must survive the signal, because the run needs Ray to shut down cleanly.
     """
     program = (
         "import ray, time\n"
@@ -473,7 +473,7 @@ HOLDER = (
 def gpu_ray(workspace: Path) -> Iterator[dict[str, str]]:
     """Start a Ray cluster that reports two GPUs, and return a shell environment that finds it.
 
-    Its address is recorded in the file that `ray start` writes.
+    The cluster's address is recorded in the file that `ray start` writes.
     """
     home = Path(tempfile.mkdtemp(prefix="ray-", dir="/tmp"))
     variables = environment(HOME=str(home), RAY_TMPDIR=str(home), RAY_AUTH_MODE="disabled")
@@ -523,7 +523,7 @@ def test_devices_are_taken_from_the_running_ray_instead_of_the_machine(
 def test_dry_run_reserves_no_resources_of_the_joined_ray(
     workspace: Path, gpu_ray: dict[str, str]
 ) -> None:
-    """A plan that needs both GPUs is checked while other processes have reserved them."""
+    """A plan that needs both GPUs is checked while other processes have both reserved."""
     holder = type_in(f"{sys.executable} -c '{HOLDER}'", workspace, gpu_ray)
     try:
         assert holder.stdout and holder.stdout.readline() == "held\n"

@@ -1,6 +1,6 @@
 """End-to-end tests of training with adapters.
 
-GRPO sends merged weights or the adapter to the engines. A preference run is killed and resumed.
+GRPO publishes merged weights or only the adapter. A preference run is killed and resumed.
 """
 
 from __future__ import annotations
@@ -66,7 +66,7 @@ def grpo(workspace: Path, folder: Path, **changes: Any) -> None:
 def check_numbers(folder: Path, *, gap: float) -> None:
     """Check that the policy moved away from its reference in six steps.
 
-    In each step, the engines must have had the policy's weights.
+    In each step, the engines must have sampled with the policy's weights.
     """
     kl = column(folder, "train/kl")
     assert len(kl) == 6 and kl[0] == 0 and min(kl[1:]) > 1e-4

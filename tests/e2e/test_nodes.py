@@ -1,4 +1,4 @@
-"""End-to-end tests on a cluster of different machines.
+"""End-to-end tests on a cluster of machines with different resources.
 
 Roles are placed as requested, and losing a machine with engines loses no steps.
 """
@@ -26,12 +26,12 @@ from tests.e2e.test_survival import PROMPTS, SAMPLES, STEPS, flags, wait_for_ste
 from tests.ranks import ROOT
 
 __all__ = ["workspace"]
-ROOM = '{"engines":1}'  # on each machine, for one engine
+ROOM = '{"engines":1}'  # each machine has room for one engine
 
 
 @pytest.fixture(scope="module")
 def cluster(workspace: Path) -> Iterator[tuple[dict[str, str], subprocess.Popen[bytes]]]:
-    """Start two machines, one for training, both for engines.
+    """Start two machines, both for engines and one also for training.
 
     Returns a shell environment for the cluster, and the second machine.
     """
@@ -66,7 +66,7 @@ def cluster(workspace: Path) -> Iterator[tuple[dict[str, str], subprocess.Popen[
 
 
 def submitted(arguments: list[str]) -> str:
-    """Submit a job with its models on the first machine and an engine on each machine."""
+    """Submit a job that places its models on the first machine and an engine on each machine."""
     places = {
         "vllm.num_engines": 2,
         "placement.actor.resources": '{"kind": "training"}',

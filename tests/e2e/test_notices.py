@@ -1,4 +1,4 @@
-"""Tests that runs without learning progress say so on the terminal and in their report."""
+"""Tests that a run without learning progress prints a notice and lists it in its report."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ def workspace(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 def notices(printed: str, report: Path) -> list[str]:
-    """Return the notices on the terminal, after checking that the report has each of them once."""
+    """Return the notices on the terminal after checking that the report lists each of them once."""
     found = [
         line.removeprefix("[notice] ")
         for line in printed.splitlines()

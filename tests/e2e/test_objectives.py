@@ -1,7 +1,7 @@
 """End-to-end tests of the terms of a policy update.
 
-These are sequence ratios, importance-weight corrections, a teacher, pretraining text and early
-stopping.
+The terms are sequence ratios, importance-weight corrections, a teacher and pretraining text.
+Early stopping is tested too.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ def workspace(own_folder: Path) -> Path:
 def everything(workspace: Path, folder: Path, **changes: Any) -> dict[str, Any]:
     """Run GSPO with two optimizer steps per batch and sequence-level corrections.
 
-    The loss also has terms for a teacher and for pretraining text.
+    The loss also includes terms for a teacher and for pretraining text.
     """
     return grpo_flags(
         workspace,
@@ -94,7 +94,7 @@ def test_a_killed_run_resumes_to_the_same_numbers_with_the_same_text(
 def test_run_stops_at_the_step_whose_kl_exceeds_the_limit(whole: Path, workspace: Path) -> None:
     """The learning rate is so large that the KL keeps growing.
 
-    Until it stops, the run matches a run without a limit.
+    Until the step at which it stops, the run matches a run without a limit.
     """
     distances = column(whole, "train/kl")
     limit = sorted(distances)[STEPS // 2]
@@ -114,7 +114,7 @@ def test_run_stops_at_the_step_whose_kl_exceeds_the_limit(whole: Path, workspace
 def test_updates_on_a_batch_stop_once_the_policy_has_moved_too_far(workspace: Path) -> None:
     """The first of four optimizer steps starts at π_old.
 
-    The second one detects that the policy has moved too far, and is the last.
+    The second step detects that the policy has moved too far, so no more steps are taken.
     """
     folder = workspace / "moved"
     flags = {"train.max_epochs": 2, "algo.kl.stop_update": 1e-6, "data.max_samples": 8}

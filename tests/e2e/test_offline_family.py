@@ -1,6 +1,6 @@
 """End-to-end tests of DPO, KTO, process reward models and distillation.
 
-They cover learning, kill and resume, and invalid input.
+The tests cover learning, resuming after a kill, and invalid input.
 """
 
 from __future__ import annotations
@@ -43,12 +43,12 @@ STEP, RIGHT, WRONG = "?", "+", "-"
 
 
 def digits(word: str) -> str:
-    """Return the alphabet positions of a word's letters."""
+    """Return the positions in the alphabet of a word's letters."""
     return "".join(str(ord(letter) - ord("a")) for letter in word)
 
 
 def rows_of(task: str, count: int, seed: int) -> list[dict[str, Any]]:
-    """Return toy data in which the correct answer to a word is the word, not its digits.
+    """Return toy data in which the correct answer repeats the word and digits are wrong.
 
     A reasoning step is correct if it has one of the first letters of the alphabet.
     """
@@ -201,7 +201,7 @@ def test_resumed_dpo_run_logs_the_same_metrics_as_an_uninterrupted_run(
     for row, expected in zip(ours, theirs, strict=True):
         if (
             row["step"] == 1
-        ):  # policy and reference are equal, and rounding decides which answer is preferred
+        ):  # policy and reference are equal, so rounding decides which answer is preferred
             row |= {name: expected[name] for name in ("train/acc", "train/acc_mean")}
         assert row == pytest.approx(expected, rel=1e-6, abs=1e-6)
 
@@ -286,7 +286,7 @@ def test_process_reward_model_distinguishes_correct_from_wrong_steps(step_judge:
 def test_process_reward_model_scores_the_steps_of_an_episode(
     workspace: Path, step_judge: Path
 ) -> None:
-    """A sample's reward is the mean of P(correct) over its steps. Steps end with the letter z.
+    """A sample's reward is the mean of P(correct) over its steps, each of which ends with a z.
 
     The expected values come from plain Transformers.
     """
@@ -320,7 +320,7 @@ def test_student_gets_closer_to_its_teacher(workspace: Path) -> None:
     student, teacher = Plain(folder / "model"), Plain(workspace / "teacher")
 
     def apart(model: Plain) -> float:
-        """Return the mean KL(teacher ‖ model) over the held-out answers' tokens, in nats."""
+        """Return the mean KL(teacher ‖ model) over the tokens of held-out answers, in nats."""
         found = []
         for row in rows_of("kd", EVAL_ROWS, seed=2):
             tokens = model.ids(TEMPLATE.format(row["input"]) + row["output"])
@@ -404,7 +404,7 @@ def test_user_error_prints_a_single_message(
     flags = flags_of(task, workspace, workspace / "mistaken", **changes, dry_run=True)
     with (
         pytest.raises(SystemExit) if "ref.precompute" not in changes else nullcontext()
-    ):  # the column is reported in a notice
+    ):  # a notice reports the column
         import_module(f"openrlhf.cli.train_{task}").main(as_arguments(flags))
     errors = capfd.readouterr().err
     assert re.search(message, errors), errors

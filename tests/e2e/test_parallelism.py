@@ -1,4 +1,4 @@
-"""PPO on ranks that share sequences or layers gives the numbers of one process."""
+"""PPO on ranks that share sequences or layers gives the same numbers as in one process."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ def workspace(own_folder: Path) -> Path:
 
 
 def steps_of(workspace: Path, name: str, **flags: Any) -> list[dict[str, Any]]:
-    """Run PPO with critic, reference and reward model, and return its logged steps."""
+    """Run PPO with a critic, a reference and a reward model, and return the logged steps."""
     folder = workspace / name
     run = small_grpo(workspace, folder, prompts=4, samples=2) | {
         "critic.model_name_or_path": workspace / "critic",

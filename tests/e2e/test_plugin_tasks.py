@@ -1,6 +1,6 @@
 """End-to-end tests of users' offline tasks, in one process and under both launchers.
 
-One task is the example in docs/extending.md, another is written from scratch.
+One task is the example in docs/extending.md, and another is written from scratch.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ def workspace(own_folder: Path) -> Path:
 
 
 def flags(workspace: Path, folder: Path, **changes: Any) -> dict[str, Any]:
-    """Return flags for steps that use all rows."""
+    """Return flags with which every optimizer step uses all rows."""
     return {
         "plugin": workspace / "focal.py",
         "model.model_name_or_path": workspace / "model",
@@ -117,7 +117,7 @@ def test_two_processes_do_what_one_does(
 
 
 def test_config_of_a_run_is_sufficient_to_repeat_it(alone: Path, workspace: Path) -> None:
-    """The configuration names the plug-in that provides the command."""
+    """The saved configuration names the plug-in that provides the command."""
     done = run("main focal_sft", {"config": alone / "config.yaml", "dry_run": True})
     assert "16 of 16 rows kept" in done.printed
 
@@ -148,9 +148,9 @@ PLUGIN = ROOT / "tests/e2e/plugin_files/distillation.py"
 def test_a_frozen_model_and_a_number_of_the_window_do_not_depend_on_the_split(
     workspace: Path, task: str
 ) -> None:
-    """One process uses whole batches.
+    """The single process uses whole batches.
 
-    Two processes have shards of both models and split their rows into three micro-batches.
+    The two processes hold shards of both models and split their rows into three micro-batches.
     """
     whole, split = workspace / f"{task}-whole", workspace / f"{task}-split"
     changes = {"plugin": PLUGIN, "eval.dataset": workspace / "words.jsonl", "adam.lr": 2e-3}

@@ -1,6 +1,6 @@
 """End-to-end tests of generation and training as separate runs.
 
-One run writes its episodes, replays train on them without engines, and another run only generates.
+One run writes its episodes, replays train on them without engines, and a third run only generates.
 """
 
 from __future__ import annotations
@@ -94,7 +94,7 @@ def replay(written: Path, folder: Path, **changes: Any) -> None:
 
 
 def of_training(folder: Path) -> list[dict[str, Any]]:
-    """Return the metrics logged by the steps, without evaluations."""
+    """Return the metrics logged by training steps, without evaluations."""
     return [row for row in numbers(folder) if "eval/eval_num_samples" not in row]
 
 
@@ -126,10 +126,10 @@ def test_every_episode_is_written_before_it_is_used(written: Path) -> None:
 def test_replay_logs_the_metrics_of_the_run_without_engines_or_rewards(
     written: Path, workspace: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """Metrics are identical to the last digit.
+    """The replayed metrics are identical to the last digit.
 
-    The replay first gets a folder with only two steps and ends after them. It then resumes with all
-    steps.
+    The replay first gets a folder with only two steps and ends after them. It then resumes with the
+    episodes of all steps.
     """
     folder, part = workspace / "replayed", workspace / "part"
     shutil.copytree(
@@ -150,7 +150,7 @@ def test_replay_logs_the_metrics_of_the_run_without_engines_or_rewards(
 
 @pytest.mark.verify
 def test_a_resumed_run_writes_its_steps_anew(written: Path, workspace: Path) -> None:
-    """On a CPU the files are identical. Files already written for those steps are moved away."""
+    """On a CPU the rewritten files are identical. Existing files for those steps are moved aside."""
     folder = workspace / "continued"
     shutil.copytree(written, folder)
     steps = EpisodeFolder(folder / "episodes").steps()

@@ -28,14 +28,14 @@ from tests.e2e.servers import reward_model_server
 from tests.tiny import character_tokenizer, save_tiny_model
 
 SIZES = {"hidden_size": 64, "num_attention_heads": 2, "num_key_value_heads": 1}
-# Tokens whose text does not tokenize back to the same token.
+# Tokens whose text is not tokenized back to the same token.
 ONE_WAY = ("<unk>", "<bos>", "<pad>")
 LETTERS = "abcdefgh"
 
 
 @pytest.fixture(scope="module")
 def workspace(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Create a tiny model, prompts, and pairs whose chosen answer has more a's."""
+    """Create a tiny model, prompts, and pairs whose chosen answer has more of the letter a."""
     folder = tmp_path_factory.mktemp("reward")
     draw = random.Random(0)
     save_tiny_model(folder / "model", **SIZES, vocab_size=len(character_tokenizer()))
@@ -77,7 +77,7 @@ def reward_model(workspace: Path) -> Path:
 def ppo_flags(workspace: Path, reward_model: Path, out: Path, **changes: Any) -> dict[str, Any]:
     """Return flags for four PPO steps with two optimizer steps each.
 
-    The first step trains only the critic. The KL has a target.
+    The first step trains only the critic. The KL coefficient adapts to a target.
     """
     return {
         "actor.model_name_or_path": workspace / "model",
@@ -132,7 +132,7 @@ def test_learning_rate_matches_the_transformers_schedule(reward_model: Path) -> 
 def test_ppo_learning_rates_match_the_transformers_schedule(
     workspace: Path, reward_model: Path, ppo: Path
 ) -> None:
-    """Each batch makes two optimizer steps, and the second one's learning rate is logged.
+    """Each batch makes two optimizer steps, and the learning rate of the second one is logged.
 
     The policy's schedule starts after the critic's warm-up.
     """
@@ -201,7 +201,7 @@ def test_served_reward_model_gives_the_same_rewards_as_a_local_one(
 ) -> None:
     """The server packs rows, while the local reward model pads them.
 
-    Later steps differ, because the server receives text, which cannot express some tokens.
+    Later steps differ because the server receives text, which cannot represent some tokens.
     """
     out = workspace / "remote"
     with reward_model_server(reward_model / "model", data__max_len=24) as server:
@@ -258,7 +258,7 @@ def test_kl_coefficient_adapts_to_its_target(ppo: Path) -> None:
 def test_a_killed_run_resumes_with_critic_optimizers_and_kl_coefficient(
     workspace: Path, reward_model: Path, ppo: Path
 ) -> None:
-    """Metrics are identical to the last digit, and so are the exported policy and critic."""
+    """The metrics, the exported policy and the exported critic are identical to the last digit."""
     out = workspace / "killed"
     flags = ppo_flags(workspace, reward_model, out)
     kill_when(launch("train_ppo_ray", flags), lambda: steps_logged(out / "run") >= 3)
@@ -277,7 +277,7 @@ def test_ranks_micro_batches_and_shared_hosts_do_not_change_what_is_learned(
 ) -> None:
     """Actor and critic use ZeRO-3 on two ranks, and every role has its own hosts.
 
-    Rows are padded, and micro-batches have 3 rows. Results agree to 1e-4.
+    Rows are padded, and micro-batches have 3 rows. The results agree to 1e-4.
     """
     out = workspace / "spread"
     changes = {

@@ -17,7 +17,7 @@ from tests.e2e.processes import descendants, survivors
 from tests.e2e.servers import RewardModelServer, reward_model_server
 from tests.tiny import character_tokenizer, tiny_config
 
-CLIENT = httpx.Client(timeout=60)  # over all threads
+CLIENT = httpx.Client(timeout=60)  # shared by all threads
 CLIENTS, REQUESTS = 16, 200
 
 

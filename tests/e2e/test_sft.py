@@ -1,6 +1,6 @@
 """End-to-end tests of supervised fine-tuning.
 
-It runs in one process, under both launchers, killed and resumed, and with invalid input.
+Runs use one process or either launcher, are killed and resumed, or get invalid input.
 """
 
 from __future__ import annotations
@@ -87,7 +87,7 @@ def sft_flags(workspace: Path, folder: Path, **changes: Any) -> dict[str, Any]:
 
 @pytest.fixture(scope="module")
 def whole(workspace: Path) -> Path:
-    """Run without interruption."""
+    """Complete a run without interruption."""
     folder = workspace / "whole"
     run("train_sft", sft_flags(workspace, folder))
     return folder
@@ -126,7 +126,7 @@ def test_run_folder_has_configuration_metrics_and_report(whole: Path) -> None:
     texts = (whole / "texts.txt").read_text()
     assert (
         texts.startswith("Template: --data.input_template") and texts.count("⟦") == 2
-    )  # the answers of two rows
+    )  # the tokens of two rows' answers
     assert html.escape(texts.splitlines()[1]) in report
 
 
@@ -171,7 +171,7 @@ def loss_in_transformers(model: Path) -> float:
 def test_two_processes_do_what_one_does(
     whole: Path, workspace: Path, launcher: tuple[str, ...], stage: int
 ) -> None:
-    """Losses agree to 1e-4. Sums are in a different order, and AdamW amplifies the difference."""
+    """Losses agree to 1e-4: sums are in a different order, and AdamW amplifies the difference."""
     folder = workspace / launcher[0]
     flags = sft_flags(workspace, folder, **{"ds.zero_stage": stage, "ckpt.save_steps": 20})
     launcher = (launcher[0], "--master_port", str(free_port()), *launcher[1:])
@@ -185,7 +185,7 @@ def test_two_processes_do_what_one_does(
         for path in (folder, whole)
     )
     for name, weight in theirs.items():
-        if not name.endswith("k_proj.bias"):  # AdamW only follows rounding errors
+        if not name.endswith("k_proj.bias"):  # its gradient is only rounding errors
             torch.testing.assert_close(ours[name], weight, atol=2e-3, rtol=0, msg=name)
     if stage == 3:
         check_that_one_process_goes_on(flags, folder, whole)
@@ -247,7 +247,7 @@ def test_two_processes_tell_of_a_broken_row_once(
 def test_resumed_run_logs_the_same_metrics_as_an_uninterrupted_run(
     whole: Path, workspace: Path
 ) -> None:
-    """The configuration that the uninterrupted run wrote is sufficient for the second run.
+    """The configuration that the uninterrupted run wrote is sufficient to start the second run.
 
     Metrics are identical to the last digit.
     """
@@ -293,9 +293,9 @@ def test_a_resumed_run_with_dropout_logs_what_an_unbroken_one_logs(workspace: Pa
 
 
 def test_resumed_run_uses_the_learning_rate_from_its_own_flags(workspace: Path) -> None:
-    """The checkpoint's learning rate is ignored.
+    """The learning rate in the checkpoint is ignored.
 
-    Values that are not used as given are reported.
+    Flag values that are not used as given are reported.
     """
     folder = workspace / "faster"
     flags = sft_flags(workspace, folder) | {"train.max_epochs": 1, "ckpt.save_steps": 3}
@@ -314,7 +314,7 @@ def test_resumed_run_uses_the_learning_rate_from_its_own_flags(workspace: Path) 
 def test_checkpoint_from_a_different_run_in_the_same_folder_is_rejected(
     whole: Path, workspace: Path
 ) -> None:
-    """The other run has the same number of rows, batch size, seed and layout.
+    """The two runs have the same number of rows, batch size, seed and layout.
 
     The error lists each difference.
     """
@@ -338,7 +338,7 @@ def test_checkpoint_from_a_different_run_in_the_same_folder_is_rejected(
 def test_run_that_overfits_stops_early_and_exports_its_best_weights(
     workspace: Path,
 ) -> None:
-    """The run evaluates after every second step, and keeps its patience count after a kill."""
+    """The run evaluates after every second step, and its patience count survives a kill."""
     folder, patience = workspace / "overfitting", 3
     flags = sft_flags(workspace, folder) | {
         "adam.lr": 3e-2,
@@ -430,7 +430,7 @@ def test_user_error_prints_a_single_message_and_exits_with_status_2(
         "OMP_WAIT_POLICY",
         "HF_DATASETS_DISABLE_PROGRESS_BARS",
     ):
-        monkeypatch.setenv(name, os.environ.get(name, ""))  # undo the command's settings
+        monkeypatch.setenv(name, os.environ.get(name, ""))  # undo changes afterwards
         monkeypatch.delenv(name)
     folder = workspace / "mistaken"
     with pytest.raises(SystemExit) as ended:
@@ -464,7 +464,7 @@ def test_mismatches_between_model_tokenizer_and_template_are_reported_at_startup
 ) -> None:
     """The tokenizer cannot encode the template.
 
-    Its end-of-text token differs from the model's, and the prompt format from that in training.
+    The end-of-text token differs from the model's, and the prompt format from that of training.
     """
     model = workspace / "unlike"
     shutil.copytree(workspace / "model", model)
@@ -526,7 +526,7 @@ def test_user_error_exits_with_status_2_and_prints_only_the_message(
 def test_a_run_killed_again_and_again_at_any_moment_logs_what_an_unbroken_one_logs(
     whole: Path, workspace: Path
 ) -> None:
-    """Runs are killed after a random fraction of a full run's duration, until one completes."""
+    """Each run is killed after a random fraction of a full run's duration, until one completes."""
     folder, draw = workspace / "haunted", random.Random(0)
     flags = {
         "config": whole / "config.yaml",

@@ -67,13 +67,13 @@ def flags(workspace: Path, folder: Path, **changes: Any) -> dict[str, Any]:
 
 @pytest.fixture(scope="module")
 def whole(workspace: Path) -> Path:
-    """Run without disturbance."""
+    """Complete a run in which no process is killed."""
     run("train_ppo_ray", flags(workspace, workspace / "whole"))
     return workspace / "whole"
 
 
 def wait_for_step(process: subprocess.Popen[str], folder: Path, step: int) -> None:
-    """Return as soon as a run has logged a step."""
+    """Wait until a run has logged a step."""
     deadline = time.monotonic() + 400
     while steps_logged(folder) < step:
         assert process.poll() is None and time.monotonic() < deadline, process.communicate()
@@ -91,7 +91,7 @@ def send_when(
 ) -> None:
     """Send a signal `delay` seconds after a step is logged.
 
-    It goes to the process with `to` in its command line, or without `to` to the main process.
+    The signal goes to the process with `to` in its command line; if `to` is empty, to the main one.
     """
     wait_for_step(process, folder, step)
     time.sleep(delay)
@@ -116,7 +116,7 @@ def send_when(
 def test_an_engine_that_is_killed_or_hangs_starts_again_and_nothing_is_lost(
     whole: Path, workspace: Path, number: signal.Signals, delay: float
 ) -> None:
-    """The engine is killed while it generates, is idle, or receives weights."""
+    """The engine is killed while it is generating, idle, or receiving weights."""
     folder = workspace / f"engine-{number}-{delay}"
     process = launch(
         "train_ppo_ray", flags(workspace, folder, **{"vllm.num_engines": 2, "vllm.hang_timeout": 3})
@@ -280,7 +280,7 @@ def test_interrupted_run_saves_its_last_step_and_resumes_with_the_same_metrics(
 def test_offline_run_completes_and_exports_its_model_if_checkpoints_cannot_be_written(
     workspace: Path,
 ) -> None:
-    """Files are limited to 400 KiB. The model takes 213 KiB, its optimizer state 638 KiB."""
+    """Files are limited to 400 KiB. The model takes 213 KiB, and the optimizer state 638 KiB."""
     folder = workspace / "no-room"
     settings = {
         "model.model_name_or_path": workspace / "model",

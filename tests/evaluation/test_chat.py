@@ -32,7 +32,7 @@ CHATML = (
 class Parrot:
     """A model that always answers with the same tokens, one at a time.
 
-    `interrupts`: number of tokens after which the user presses Ctrl-C.
+    `interrupts` is the number of tokens after which the user presses Ctrl-C.
     """
 
     device = "cpu"
@@ -62,7 +62,7 @@ def chat(line: str, template: str | None = "q{}a", chat_template: str | None = N
 
 
 def test_trailing_space_of_template_is_removed_if_tokenizer_merges_it() -> None:
-    """During training, no answer followed a token that contains only this space."""
+    """During training, no answer followed a token that consists of only this space."""
     template = "User: {}\nAssistant: "
     for tokenizer, used in ((spaced_tokenizer(), template[:-1]), (character_tokenizer(), template)):
         talk = Chat(config=parse("interactive_chat", ""), tokenizer=tokenizer, template=template)
@@ -102,9 +102,9 @@ def test_chat_template_renders_system_text_and_turns_as_messages() -> None:
 def test_oldest_turns_are_dropped_with_notice_until_answer_has_room(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
-    """The limit is 20 tokens, 10 of them for the answer.
+    """The limit is 20 tokens, 10 of which are reserved for the answer.
 
-    A turn has 6 tokens, so one turn fits in addition to the next message.
+    A turn has 6 tokens, so only one earlier turn fits in addition to the next message.
     """
     talk = chat("--data.max_len 20 --rollout.max_new_tokens 10")
     parrot = Parrot("bb<eos>")
@@ -201,7 +201,7 @@ class Loaded:
 
 
 def run_with(monkeypatch: pytest.MonkeyPatch, folder: Path, typed: str, line: str) -> Parrot:
-    """Type the given lines in a chat with a parrot model, and return the model."""
+    """Type the given lines into a chat with a parrot model, and return the model."""
     save_tiny_model(folder / "model")
     parrot = Parrot("ok<eos>")
     monkeypatch.setattr(chat_module, "load_causal_lm", lambda spec: Loaded(parrot))

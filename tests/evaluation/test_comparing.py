@@ -78,13 +78,13 @@ def test_win_rate_counts_ties_as_one_half() -> None:
 
 
 def test_win_rate_weights_prompts_equally() -> None:
-    """Prompt 0 has wins 1, 1, 1, 1, and prompt 1 has 0. The mean over pairs would be 0.8."""
+    """Prompt 0 wins 1, 1, 1, 1 and prompt 1 wins 0. The mean over pairs would be 0.8."""
     pairs = [*[won(0, 1.0)] * 4, won(1, 0.0), won(1, None)]
     assert win_rate(pairs)[0] == 0.5
 
 
 def test_win_rate_standard_error_is_over_prompts() -> None:
-    """The means 1, 0.5, 0 have an unbiased standard deviation of 0.5, which is divided by √3."""
+    """The means 1, 0.5 and 0 have an unbiased standard deviation of 0.5, which is divided by √3."""
     pairs = [won(0, 1.0), won(0, 1.0), won(1, 1.0), won(1, 0.0), won(2, 0.0), won(2, 0.0)]
     assert win_rate(pairs) == (0.5, pytest.approx(0.5 / math.sqrt(3)))
 

@@ -50,7 +50,7 @@ class Length(Reward):
 
 
 def test_given_answers_are_matched_to_prompts_and_scored_like_samples() -> None:
-    """Two prompts are identical, one prompt is too long, and one answer cannot be scored."""
+    """Two of the prompts are identical, one prompt is too long, and one answer cannot be scored."""
     tokenizer = character_tokenizer()
     texts = {"a=": "b", "12345678": "cc", "c=": "x"}
     asked = ["a=", "12345678", "a=", "c="]

@@ -1,6 +1,6 @@
 """Two tasks that need more than a model and a loss.
 
-One learns from a frozen model. The other needs a number computed over the whole window.
+One task learns from a frozen model. The other needs a number computed over the whole window.
 """
 
 from dataclasses import dataclass, replace
@@ -25,7 +25,7 @@ class Judged(TokenRows):
 class StayClose(SFTTask):
     """ℓ_t = ½ (log π_θ − log π_0)², where π_0 is the model before training.
 
-    The log-probabilities of π_0 come from a first pass.
+    The log-probabilities of π_0 are computed in a first pass over the data.
     """
 
     def frozen_models(self):

@@ -1,7 +1,7 @@
 """A single-turn agent.
 
 The samples of one prompt finish immediately. All other samples wait until models have started to
-score that prompt.
+score the finished prompt.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """A plugin that slows down the reference, the critic and the reward model.
 
-It records when each of them was busy.
+The plugin records when each of the three models was busy.
 """
 
 from __future__ import annotations
@@ -21,11 +21,11 @@ SPANS = Path(__file__).with_name("spans.jsonl")
 
 
 def delayed(work: Callable[..., Any]) -> Callable[..., Any]:
-    """Run `work`, and wait until at least DELAY_S seconds have passed."""
+    """Run `work`, and return once at least `DELAY_S` seconds have passed."""
 
     def method(self: Any, rows: Any) -> Any:
         began = time.time()
-        with SPANS.open("a") as file:  # agents that wait for the first scores continue now
+        with SPANS.open("a") as file:  # agents waiting for the first scores can continue now
             result = work(self, rows)
             time.sleep(DELAY_S)
             file.write(

@@ -1,4 +1,4 @@
-"""A reward that a random policy can learn from: the fraction of a's in the response."""
+"""A reward that a random policy can learn from: the fraction of letters `a` in the response."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The letters reward, which raises if a response has a seven and hangs if the label says so."""
+"""The reward of letters.py, except that it raises on the digit 7 and hangs for the label "hang"."""
 
 from __future__ import annotations
 

@@ -1,6 +1,6 @@
-"""An agent with two turns and a random, occasionally long, wait before each turn.
+"""An agent with two turns, each after a random and occasionally long wait.
 
-The reward is the fraction of a's.
+The reward is the fraction of letters `a` in the response.
 """
 
 from __future__ import annotations
