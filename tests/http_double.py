@@ -14,7 +14,7 @@ Server = TypeVar("Server", bound="DoubleServer")
 
 
 class DoubleServer(ThreadingHTTPServer):
-    """A server on a free port. `root` is its URL without a path."""
+    """A server on a free port. `root` is the server's URL without a path."""
 
     daemon_threads = True
     request_queue_size = 256
@@ -31,7 +31,7 @@ class DoubleServer(ThreadingHTTPServer):
 
 @contextmanager
 def serving(server: Server) -> Iterator[Server]:
-    """Serve until the block exits."""
+    """Run the server until the block exits."""
     threading.Thread(target=server.serve_forever, daemon=True).start()
     try:
         yield server
@@ -41,7 +41,7 @@ def serving(server: Server) -> Iterator[Server]:
 
 
 class JSONHandler(BaseHTTPRequestHandler):
-    """A handler that reads and writes JSON. A string is sent unchanged."""
+    """A handler that reads and writes JSON, except that a string is sent unchanged."""
 
     def body(self) -> Any:
         return json.loads(self.rfile.read(int(self.headers["Content-Length"])))

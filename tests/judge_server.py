@@ -1,4 +1,4 @@
-"""A fake OpenAI-compatible server whose models judge as their names suggest."""
+"""A fake OpenAI-compatible server whose models judge answers as the model names suggest."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from tests.http_double import DoubleServer, JSONHandler, serving
 
 
 class JudgeServer(DoubleServer):
-    """A server that records request bodies and keys. `url` is the value for --judge.url."""
+    """A server that records request bodies and API keys. `url` is the value for --judge.url."""
 
     def __init__(self) -> None:
         super().__init__(_Handler)
@@ -27,7 +27,7 @@ def judge_server() -> Iterator[JudgeServer]:
 
 
 def answers_in(asked: str) -> tuple[str, str]:
-    """Return the two answers in a request to the judge."""
+    """Return the two answers contained in a request to the judge."""
     a, b = (
         re.search(rf"<answer_{name}>\n(.*?)\n</answer_{name}>", asked, re.DOTALL) for name in "AB"
     )

@@ -10,7 +10,7 @@ LISTENS = "0A"
 
 
 def listening_addresses(port: int) -> set[str]:
-    """Return the local addresses on which a process listens with TCP."""
+    """Return the local addresses on which any process listens on this TCP port."""
     found: set[str] = set()
     for table in ("tcp", "tcp6"):
         for line in Path(f"/proc/self/net/{table}").read_text().splitlines()[1:]:
@@ -22,9 +22,9 @@ def listening_addresses(port: int) -> set[str]:
 
 
 def _written(address: str) -> str:
-    """Return an address in its usual notation.
+    """Return an address in the usual notation.
 
-    The kernel writes its 32-bit words in the machine's byte order.
+    The kernel writes an address as 32-bit words in the machine's byte order.
     """
     words = [int(address[start : start + 8], 16) for start in range(0, len(address), 8)]
     packed = struct.pack(f"={len(words)}I", *words)

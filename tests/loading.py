@@ -1,4 +1,4 @@
-"""Settings with which tests load a model."""
+"""Settings that tests use to load a model."""
 
 from pathlib import Path
 from typing import Any

@@ -1,4 +1,4 @@
-"""A fake OpenAI-compatible server whose models behave as their names suggest."""
+"""A fake OpenAI-compatible server whose models behave as the model names suggest."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from tests.http_double import DoubleServer, JSONHandler, serving
 class OpenAIServer(DoubleServer):
     """A server that records paths and bodies in `asked`, and API keys. `url` is its base URL.
 
-    Its reply to a chat is the last message in capitals; its completion of a prompt is the prompt's
+    The reply to a chat is its last message in capitals; the completion of a prompt is the prompt's
     length. `models` is the list of models. The log-probability of token 7 is -0.7, and its text is
     `texts(7)`. `table` maps a prompt to the log-probabilities of all tokens at each position.
     """
@@ -80,7 +80,7 @@ class _Handler(JSONHandler):
                 self.answer(404, {"error": self.path})
 
     def _judged(self, tokens: list[int], best: int) -> list[dict[str, Any]]:
-        """Return an entry for each token except the first: that token and the likeliest tokens."""
+        """Return an entry with each token, except the first, and the most likely tokens there."""
         if not self.server.table:
             return [self._said({token: -token / 10}, [token]) for token in tokens[1:]]
         found = []

@@ -1,6 +1,6 @@
 """Generated parts of the pages in docs/: links to source files by symbol, curves and metrics.
 
-Tests check them together with the flags, defaults and flag sets on the pages. `python -m
+Tests check these parts, and the flags, defaults and flag sets on the pages. `python -m
 tests.pages` (`make docs`) rewrites the links, the curves and the page of
 metrics.
 """
@@ -23,12 +23,12 @@ from tests.verify.learning import RECORDS, by_name, page, read_runs, summary
 ALGORITHMS = ROOT / "docs" / "algorithms.md"
 METRICS = ROOT / "docs" / "metrics.md"
 CURVES = RECORDS.with_suffix(".md")
-# [`advantages.gae`](../openrlhf/algorithms/advantages.py): a dotted suffix with exactly one
+# Matches [`advantages.gae`](../openrlhf/algorithms/advantages.py): a dotted suffix with exactly one
 # definition.
 LINK = re.compile(r"\[`(\w+(?:\.\w+)+)`\]\((?:[^)\s]*\.py(?:#L\d+)?)?\)")
 # `--actor.eps_clip (0.2)`
 FLAG = re.compile(r"`--([\w.]+)(?: \(([^)`]*)\))?`")
-# ```bash gspo: the block contains the flags of the method gspo
+# ```bash gspo: a block with the flags of the method gspo
 FLAG_SET = re.compile(r"^```bash (\w+)\n(.*?)^```", re.MULTILINE | re.DOTALL)
 # <!-- learned gspo -->0.33 → 0.51<!-- end -->
 LEARNED = re.compile(r"(<!-- learned (\w+) -->).*?(<!-- end -->)", re.DOTALL)
@@ -58,7 +58,7 @@ def pages() -> list[Path]:
 
 @cache
 def definitions() -> dict[str, list[Path]]:
-    """Map each name, under every dotted suffix that includes a module, to the files that define it.
+    """Map each definition's dotted suffixes that include a module to the files that define it.
 
     For example, `advantages.gae` is a valid name but `gae` is not.
     """
@@ -102,7 +102,7 @@ def relinked(text: str, folder: Path) -> str:
 
 
 def with_curves(text: str) -> str:
-    """Return the text with the recorded curve inserted at each of its marks."""
+    """Return the text with the recorded curve inserted at each curve marker."""
     seen = {name: summary(runs) for name, runs in by_name(read_runs()).items()}
 
     def learned(found: re.Match[str]) -> str:
@@ -120,7 +120,7 @@ def flag_sets() -> dict[str, list[str]]:
 def says_its_default(flag: Flag, said: str) -> bool:
     """Return whether the text in parentheses after a flag's name is its default.
 
-    It may be a number in any notation, "on", "off" or "unset".
+    The default may be a number in any notation, "on", "off" or "unset".
     """
     if flag.shape == "switch":
         return said == ("on" if flag.default else "off")
@@ -135,7 +135,7 @@ def says_its_default(flag: Flag, said: str) -> bool:
 
 
 def rewritten(path: Path) -> str:
-    """Return the up-to-date text of a page."""
+    """Return a page's text with all generated parts up to date."""
     return with_curves(relinked(path.read_text(encoding="utf-8"), path.parent))
 
 
@@ -158,7 +158,7 @@ def metrics_page() -> str:
 
 
 def write_pages() -> None:
-    """Update all pages."""
+    """Rewrite the generated parts of all pages."""
     METRICS.write_text(metrics_page(), encoding="utf-8")
     runs = read_runs()
     if runs:

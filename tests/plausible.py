@@ -20,8 +20,8 @@ def range_of(spec: MetricSpec) -> str:
 def implausible(rows: Iterable[Mapping[str, Any]]) -> list[str]:
     """Return a message for each implausible number in the rows of a metrics.jsonl.
 
-    A number is implausible if it is not finite, lies outside its declared range, or exceeds a
-    number that bounds it.
+    A number is implausible if it is not finite, lies outside its declared range, or exceeds
+    another metric that bounds it.
     """
     found: list[str] = []
     for row in rows:

@@ -15,7 +15,7 @@ ROOT = Path(__file__).parent.parent
 def run_ranks(ranks: int, module: str, *arguments: str, timeout: float = 400) -> None:
     """Run `python -m module arguments…` as `ranks` processes in one process group.
 
-    Raises an error with their output if one fails.
+    Raises an error with the output of all processes if one fails.
     """
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
@@ -55,7 +55,7 @@ def run_ranks(ranks: int, module: str, *arguments: str, timeout: float = 400) ->
 def main() -> None:
     """Run one of the processes.
 
-    It exits without finalizing the interpreter, during which Gloo's threads may abort the process.
+    The process exits without finalizing the interpreter, because Gloo's threads may then abort it.
     """
     del sys.argv[0]
     runpy.run_module(sys.argv[0], run_name="__main__", alter_sys=True)

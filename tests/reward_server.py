@@ -14,7 +14,7 @@ from tests.http_double import DoubleServer, JSONHandler, serving
 class RewardServer(DoubleServer):
     """A server that records `bodies`, `paths` and `authorizations`. `url` contains no path.
 
-    The reward of a sample is the number of letters "e" after its prompt.
+    The reward of a sample is how often the letter "e" occurs after the prompt.
     """
 
     def __init__(self) -> None:
@@ -23,7 +23,7 @@ class RewardServer(DoubleServer):
         self.paths: list[str] = []
         self.authorizations: list[str | None] = []
         self.url = self.root
-        # Requests to /together are answered as soon as this many of them have arrived.
+        # Requests to /together get responses as soon as this many of them have arrived.
         self.together = threading.Barrier(1)
 
 

@@ -1,4 +1,4 @@
-"""The import graph of the package's source: imports at module load and later imports."""
+"""The import graph of the package's source: imports at module load time and later."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ class Module:
         return self.name.split(".")[1] if "." in self.name else ""
 
     def imports(self) -> set[str]:
-        """Return all modules that this file imports.
+        """Return all modules that this file imports anywhere.
 
         Imports may be at the top, inside functions, for type checkers only, or made with
         `import_module`.
@@ -55,7 +55,7 @@ class Module:
 
 @cache
 def package() -> dict[str, Module]:
-    """Return a dict from names to all modules in the package."""
+    """Return all modules in the package, keyed by name."""
     modules = {}
     for path in sorted((ROOT / "openrlhf").rglob("*.py")):
         name = ".".join(path.relative_to(ROOT).with_suffix("").parts).removesuffix(".__init__")

@@ -1,4 +1,4 @@
-"""Synchronous access to a generator's results for tests that are not asynchronous."""
+"""Synchronous access to a generator's results, for tests that are not async."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ def rollout(
 ) -> list[Trajectory]:
     """Return the samples for all prompts, in prompt order.
 
-    Without `loop`, a temporary loop is used.
+    Without `loop`, a temporary event loop is used.
     """
     if loop is None:
         with closing(BackgroundLoop()) as loop:

@@ -33,7 +33,7 @@ LEVELS = {
     )
     for room in rooms
 }
-# Packages that may import each heavy library. Many packages use torch and transformers.
+# The packages that may import each heavy library. Many packages use torch and transformers.
 HOMES = {
     "vllm": ["rollout.engine*"],
     "cloudpickle": ["rollout.engine*"],
@@ -53,7 +53,7 @@ HOMES = {
     "fastapi": ["serving.server", "agents.openai_endpoint"],
     "uvicorn": ["serving.server", "serving.connections", "agents.openai_endpoint"],
 }
-# Libraries that a module may load at import, besides the standard library and our own modules.
+# Libraries that a module may load when imported, besides the standard library and our modules.
 STANDARD_LIBRARY_ONLY = [
     "checks",
     "config*",
@@ -65,7 +65,7 @@ STANDARD_LIBRARY_ONLY = [
     "utils",
     "cli*",
 ]
-# Names and traits of estimators and losses, under which the algorithms register functions.
+# The names and traits of estimators and losses, under which algorithms register their functions.
 NAMES_AND_TRAITS = {"openrlhf.config", "openrlhf.config.choices"}
 WITHOUT_TORCH = ["isolation*", "agents.contract", "agents.program", "rewards*"]
 # Modules that write to a stream without using `reporting`.
@@ -122,9 +122,9 @@ def test_imports_point_down_and_siblings_do_not_import_each_other(module: Module
 
 
 def test_there_are_no_import_cycles() -> None:
-    """Imports inside functions and for type checking count.
+    """Imports inside functions and imports for type checking count too.
 
-    Modules without imports are removed repeatedly; the remaining modules form a cycle.
+    Modules without imports are removed repeatedly; any remaining modules are part of a cycle.
     """
     graph = {
         name: module.imports() & package().keys() - {name} for name, module in package().items()
@@ -201,7 +201,7 @@ def test_package_density_is_within_bounds(room: str) -> None:
 
 
 def test_density_excludes_docstrings_imports_and_annotations() -> None:
-    """The statement `x` has 2 nodes; the function has 3: itself, its arguments, and `a`."""
+    """The statement `x` has 2 nodes. The function has 3: itself, its arguments, and `a`."""
     tree = ast.parse('"""Doc."""\nimport os\n\ndef f(a: int) -> int:\n    """Doc."""\n    x\n')
     assert density([tree])["mean"] == (2 + 3) / 2
 

@@ -1,4 +1,4 @@
-"""Findings of checks: warnings become notices, and all failures are reported at once."""
+"""Findings of startup checks: warnings become notices, and all failures are reported at once."""
 
 from __future__ import annotations
 

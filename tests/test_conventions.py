@@ -1,4 +1,4 @@
-"""Every number that docs/conventions.md states about our formulas is computed here.
+"""Tests that compute every number that docs/conventions.md states about our formulas.
 
 The page contains no other numbers.
 """
@@ -46,7 +46,7 @@ PROOFS: dict[str, Callable[[], list[str]]] = {}
 
 
 def proves(name: str) -> Callable[[Callable[[], list[str]]], Callable[[], list[str]]]:
-    """Register a function that computes the sentences of a row."""
+    """Register a function that computes the sentences for a row of the page's table."""
 
     def register(proof: Callable[[], list[str]]) -> Callable[[], list[str]]:
         PROOFS[name] = proof
@@ -56,7 +56,7 @@ def proves(name: str) -> Callable[[Callable[[], list[str]]], Callable[[], list[s
 
 
 def numbers(values: torch.Tensor | list[float]) -> str:
-    """Format numbers as on the page; 0.000 is never written as -0.000."""
+    """Format numbers as on the page; a value that rounds to zero has no minus sign."""
     return ", ".join(
         f"{value + 0.0:.3f}".replace("-0.000", "0.000")
         for value in torch.as_tensor(values).tolist()
@@ -257,7 +257,7 @@ def temperature() -> list[str]:
 
 
 def pair(logprobs: tuple[float, float], lengths: tuple[int, int] = (1, 1)) -> Judged:
-    """Return a pair with the given Σ log π under the policy; under the reference both are 0."""
+    """Return a pair with these Σ log π under the policy; under the reference both sums are 0."""
     policy, tokens = torch.tensor([logprobs]), torch.tensor([lengths], dtype=torch.float32)
     return Judged(policy=policy, reference=torch.zeros_like(policy), tokens=tokens)
 
@@ -323,7 +323,7 @@ def test_function_named_in_a_row_exists(name: str) -> None:
 
 
 def test_numbers_for_alternative_formulas_are_correct() -> None:
-    """Check numbers that follow from the row's example."""
+    """Check the numbers that follow from a row's example."""
     assert "0.6" in ROWS["RLOO with a KL in the reward"][2] and pytest.approx(0.6) == (1 - 0.5) - (
         0 - 0.1
     )

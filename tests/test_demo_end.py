@@ -1,4 +1,4 @@
-"""The demo's final output, from the logs of its stages; `make verify` runs the demo itself."""
+"""The demo's final output, produced from stage logs. `make verify` runs the demo itself."""
 
 from __future__ import annotations
 

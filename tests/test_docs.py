@@ -1,4 +1,4 @@
-"""The documentation is correct: commands are accepted, links work, and pages are up to date."""
+"""Tests of the documentation: commands are accepted, links work, and pages are up to date."""
 
 from __future__ import annotations
 
@@ -70,7 +70,7 @@ LAPTOP = (
     "train_ppo_ray",
     "train_sft",
     "train_dpo",
-)  # shown first
+)  # this command is shown first
 CLUSTER = ("train_sft", "train_ppo_ray")
 COMMANDS = list(commands())
 ON_LAPTOP, ON_CLUSTER = COMMANDS[: len(LAPTOP)], COMMANDS[len(LAPTOP) :]
@@ -217,7 +217,7 @@ def test_symbol_link_follows_definition_and_undefined_symbol_is_an_error() -> No
 
 @cache
 def all_flags() -> dict[str, Flag]:
-    """Return the flags of all commands. RL's definition of a shared flag takes precedence."""
+    """Return the flags of all commands. For a shared flag, RL's definition takes precedence."""
     return {
         path: flag
         for command in ("train_sft", "train_rm", "train_ppo_ray")
@@ -286,7 +286,7 @@ def test_real_model_page_matches_recorded_runs() -> None:
 
 @pytest.mark.parametrize("path", [LEARNING, ASYNCHRONOUS], ids=lambda path: path.stem)
 def test_no_two_recorded_runs_have_the_same_curve(path: Path) -> None:
-    """A flag that does not change the curve has not been tested."""
+    """If a flag does not change the curve, the run has not tested the flag."""
     curves = Counter((run.seed, *run.solved, *run.pass_at_1) for run in read_runs(path))
     assert curves
     assert max(curves.values()) == 1

@@ -1,4 +1,4 @@
-"""`make test-gpu` without a GPU: checks do not affect each other, and all output is recorded."""
+"""Tests of `make test-gpu` without a GPU: checks are independent, and all output is recorded."""
 
 from __future__ import annotations
 

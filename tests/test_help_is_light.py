@@ -1,4 +1,4 @@
-"""Every command prints `--help` and reports user errors before loading any library."""
+"""Tests that commands print `--help` and report user errors before they load any library."""
 
 from __future__ import annotations
 

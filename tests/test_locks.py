@@ -1,4 +1,4 @@
-"""Locks on folders and files, which the kernel releases when their process exits."""
+"""Locks on folders and files, which the kernel releases when the process that holds them exits."""
 
 from __future__ import annotations
 
@@ -87,7 +87,7 @@ def test_lock_error_names_holder_until_holder_is_killed(
 def test_check_unlocked_creates_nothing_and_keeps_no_lock(hold: Hold, tmp_path: Path) -> None:
     check_unlocked(tmp_path / "missing", "it")
     assert not (tmp_path / "missing").exists()
-    lock_of(tmp_path).touch()  # as left behind by a killed process
+    lock_of(tmp_path).touch()  # like a lock file left behind by a killed process
     check_unlocked(tmp_path, "it")
     assert hold(tmp_path, then="pass").wait() == 0
 

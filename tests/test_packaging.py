@@ -20,10 +20,10 @@ from tests.sources import ROOT, package
 from tests.tiny import save_tiny_model
 
 PROJECT: dict[str, Any] = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
-# Imported only if a flag needs them; the error message explains what to install.
+# Libraries that are imported only if a flag needs them. The error explains what to install.
 OPTIONAL = {"bitsandbytes", "wandb"}
-# Declared because another library imports it: Transformers, to load ZeRO-3 shards; torch, to write
-# event files.
+# Declared because other libraries import them: Transformers to load ZeRO-3 shards, and torch to
+# write event files.
 ASKED_FOR = {"accelerate", "tensorboard"}
 PINNED = {name: ROOT / f"requirements/{name}-dev.txt" for name in ("cpu", "gpu")}
 
@@ -68,7 +68,7 @@ def test_version_is_defined_once() -> None:
     assert PROJECT["version"] == __version__
 
 
-# A wheel in its own environment. Takes minutes, because the whole stack is installed.
+# Tests of a wheel in its own environment, which take minutes because the whole stack is installed.
 
 REWARD = """
 def reward_func(queries, prompts, labels):
@@ -86,7 +86,7 @@ GRPO_STEP = """
 
 
 def run(command: Sequence[str | Path], folder: Path) -> None:
-    """Run a command without access to the checkout, to which no environment variable points."""
+    """Run a command with no environment variable that points to the checkout."""
     ours = ("PYTHONPATH", "VIRTUAL_ENV", "PYTHONHOME")
     environment = {name: value for name, value in os.environ.items() if name not in ours}
     environment["RAY_ADDRESS"] = (
@@ -107,8 +107,8 @@ def run(command: Sequence[str | Path], folder: Path) -> None:
 
 @pytest.fixture
 def installed(tmp_path: Path) -> Path:
-    """Install the wheel into a bare environment as the README describes; return its Python."""
-    # The wheel is built from the source distribution, to detect files missing from it.
+    """Install the wheel into a bare environment as the README describes, and return its Python."""
+    # Build the wheel from the source distribution to detect files that are missing from the latter.
     build = [sys.executable, "-m", "build", "--no-isolation", "--outdir", tmp_path]
     run([*build, ROOT], tmp_path)
     (wheel,) = tmp_path.glob("*.whl")
@@ -129,7 +129,7 @@ def installed(tmp_path: Path) -> Path:
 def test_a_wheel_trains_outside_the_checkout(installed: Path, tmp_path: Path) -> None:
     work = tmp_path / "work"
     work.mkdir()
-    save_tiny_model(work / "model", hidden_size=128)  # heads of 32: what the engine takes on a CPU
+    save_tiny_model(work / "model", hidden_size=128)  # the engine needs head size 32 on a CPU
     rows = [{"input": f"{n}+1=", "output": str(n + 1)} for n in range(4)]
     (work / "prompts.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     (work / "reward.py").write_text(REWARD)

@@ -18,7 +18,7 @@ from tests.sources import ROOT
 
 
 def example(about: str, file: Path) -> Path:
-    """Write the page's code block that contains the given word to a file."""
+    """Write the page's code block that contains this word to a file."""
     blocks = re.findall(r"```python\n(.*?)```", (ROOT / "docs/extending.md").read_text(), re.DOTALL)
     (code,) = [block for block in blocks if about in block]
     file.write_text(code)
@@ -27,7 +27,7 @@ def example(about: str, file: Path) -> Path:
 
 @pytest.fixture
 def plugin(tmp_path: Path) -> Iterator[Path]:
-    """Write the estimator's file, and unregister its name afterwards."""
+    """Write the estimator's file, and unregister the estimator after the test."""
     yield example("advantage_estimator", tmp_path / "median.py")
     choices.ESTIMATORS.pop("median", None)
     ADVANTAGE_ESTIMATORS.pop("median", None)

@@ -1,4 +1,4 @@
-"""Messages to the user: their stream, process and repetition, without secrets."""
+"""Messages to the user: their stream, process and repetition, and masked secrets."""
 
 from __future__ import annotations
 

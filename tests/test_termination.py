@@ -1,4 +1,4 @@
-"""Orderly exit on SIGTERM and Ctrl-C."""
+"""Clean shutdown on SIGTERM and Ctrl-C."""
 
 from __future__ import annotations
 

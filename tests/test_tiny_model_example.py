@@ -20,7 +20,7 @@ SPACED = "User: {}\nAssistant: "
 
 @pytest.fixture(scope="module")
 def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Run the example on the file, and return the model's folder."""
+    """Run the example on a CSV file, and return the model's folder."""
     folder = tmp_path_factory.mktemp("example")
     (folder / "pairs.csv").write_text(FILE)
     line = [sys.executable, "examples/data/tiny_model.py", folder / "pairs.csv", folder / "model"]

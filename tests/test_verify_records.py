@@ -1,6 +1,6 @@
 """Records of long-running verification tests.
 
-Each record belongs to a commit, outdated records are marked, and shards cover all tests.
+Each record names a commit, outdated records are marked, and shards cover all tests.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ def history() -> set[str]:
 
 
 def foreign(records: list[Record], history: set[str]) -> list[str]:
-    """Return the tests whose record names a commit outside the history."""
+    """Return the tests whose record names a commit that is not in the history."""
     return [record.test for record in records if record.commit not in history]
 
 
@@ -118,7 +118,7 @@ def test_two(): assert not {fails}
 
 
 def run_session(folder: Path, *, fails: bool) -> str:
-    """Run `-m verify` on two tests in a separate repository, and return the output."""
+    """Run `-m verify` on two tests in a separate repository, and return pytest's output."""
     (folder / "tests/test_small.py").write_text(SESSION.format(fails=fails), encoding="utf-8")
     for command in (
         ["add", "-A"],
@@ -148,7 +148,7 @@ def test_restarted_shard_runs_only_tests_that_have_not_passed(tmp_path: Path) ->
     records = read_records(tmp_path / "r.jsonl")
     assert sorted(record.outcome for record in records.values()) == ["failed", "passed"]
     assert (tmp_path / "r.md").exists()
-    again = run_session(tmp_path, fails=True)  # the same code: an empty commit
+    again = run_session(tmp_path, fails=True)  # an empty commit, so the code is the same
     assert "1 failed" in again and "passed" not in again.splitlines()[-2]
-    other = run_session(tmp_path, fails=False)  # different code: every test must run again
+    other = run_session(tmp_path, fails=False)  # the code differs, so every test must run again
     assert "2 passed" in other

@@ -29,7 +29,7 @@ HEADS: dict[str, int] = {
     "hidden_size": 64,
     "num_attention_heads": 2,
     "num_key_value_heads": 1,
-}  # heads of size 32, as vLLM requires
+}  # vLLM requires head size 32 on a CPU
 SIZES = {
     "vocab_size": 64,
     "hidden_size": 32,
@@ -84,7 +84,7 @@ def character_tokenizer() -> Qwen2Tokenizer:
 
 
 def sayable(text: str) -> str:
-    """Return a text in lower case, reduced to the characters of `character_tokenizer`."""
+    """Return a text in lower case, keeping only the characters of `character_tokenizer`."""
     known = set(CHARACTERS) | {" ", "\n"}
     return "".join(character for character in text.lower() if character in known)
 
@@ -111,7 +111,7 @@ def save_tiny_model(
 def unbalance(hf: PreTrainedModel) -> None:
     """Make the routers of a mixture-of-experts model prefer some experts.
 
-    A random router has almost no preference.
+    Without this change, a random router has almost no preference.
     """
     with torch.no_grad():
         for name, parameter in hf.named_parameters():

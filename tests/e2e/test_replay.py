@@ -150,7 +150,7 @@ def test_replay_logs_the_metrics_of_the_run_without_engines_or_rewards(
 
 @pytest.mark.verify
 def test_a_resumed_run_writes_its_steps_anew(written: Path, workspace: Path) -> None:
-    """On a CPU the rewritten files are identical. Existing files for those steps are moved aside."""
+    """On a CPU the rewritten files are identical. Old files for those steps are moved aside."""
     folder = workspace / "continued"
     shutil.copytree(written, folder)
     steps = EpisodeFolder(folder / "episodes").steps()

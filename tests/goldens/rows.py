@@ -1,4 +1,4 @@
-"""Toy data for the goldens. It must not change because the recorded numbers depend on it."""
+"""Toy data for the goldens, which must not change because the recorded numbers depend on it."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ def words(count: int, seed: int) -> list[str]:
 
 
 def copying_rows(count: int, seed: int) -> list[dict[str, Any]]:
-    """Return rows whose answer repeats the input word."""
+    """Return rows in which the answer repeats the input word."""
     return [{"input": word, "output": word + EOS} for word in words(count, seed)]
 
 

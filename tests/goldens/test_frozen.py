@@ -1,5 +1,7 @@
-"""Runs of an older version: their files can be opened, and after a resume they log the same numbers
-as the older version would have logged.
+"""Tests of frozen runs of older versions.
+
+Their files can be opened, and after a resume they log the numbers that the older version would
+have logged.
 """
 
 from __future__ import annotations
@@ -26,7 +28,7 @@ IN_VERIFY = ("lora", "ppo_async")
 
 
 def unpack(name: str, folder: Path) -> Path:
-    """Unpack a frozen run into `folder`, a new location for it, and return the run's folder."""
+    """Unpack a frozen run into a new location, `folder`, and return the run's folder."""
     with tarfile.open(FROZEN / f"{name}.tar.xz") as archive:
         archive.extractall(folder, filter="data")
     return folder / name

@@ -11,10 +11,10 @@ import pytest
 
 from tests.goldens.record import GOLDENS, RECORDED, SLOW, machine
 
-# A different processor or library version computes sums in a different order.
+# A different processor or library version may compute sums in a different order.
 RELATIVE, ABSOLUTE = 2e-2, 2e-3
 EXACT_EVERYWHERE = ("configurations", "hashes")
-# In these goldens, a single different token changes everything after it.
+# In these goldens, one different token changes everything that comes after it.
 CHAOTIC = ("resume", "grpo", "demo_1", "demo_2", "demo_3")
 
 

@@ -3,7 +3,7 @@
     make test-gpu
     python -m tests.gpu.run --rehearse --output seen.json    # on a CPU, with small models
 
-A check that fails, hangs or crashes its process does not affect the checks in the next process.
+A check that fails, hangs or crashes its process does not affect checks in other processes.
 """
 
 from __future__ import annotations
@@ -24,8 +24,8 @@ from openrlhf.config.machine import installed
 
 MINUTES = 8
 FOLDER = "tests/gpu"
-# The tests in an entry share a process because importing the libraries takes 20 seconds on a
-# machine that has not read them yet. Short tests come first, then tests that start an engine.
+# The tests in an entry share a process, because a machine's first import of the libraries takes 20
+# seconds. Short tests come first, then tests that start an engine.
 CHECKS = {  # each entry has a time limit in seconds
     (
         "test_packing.py",
@@ -59,8 +59,8 @@ def versions() -> dict[str, str]:
 def check(nodes: Sequence[str], seconds: float) -> dict[str, dict[str, Any]]:
     """Run some checks in one process.
 
-    Returns for each test its outcome, seconds and recorded figures, and the end of the process's
-    output if it failed. If the process dies early, the keys are `nodes`.
+    Returns, for each test, its outcome, duration in seconds and recorded figures, and for a failed
+    test the end of the process's output. If the process dies early, the keys are `nodes`.
     """
     began = time.monotonic()
     with tempfile.TemporaryDirectory() as folder:
@@ -122,7 +122,7 @@ def _result(case: ElementTree.Element, printed: str) -> dict[str, Any]:
 def run(checks: Mapping[Sequence[str], int], output: Path, minutes: float = MINUTES) -> bool:
     """Run the checks and write `output` after each one.
 
-    Returns whether at least one passed and none failed.
+    Returns whether at least one check passed and none failed.
     """
     results: dict[str, dict[str, Any]] = {}
     seen = {"versions": versions(), "checks": results}
@@ -142,7 +142,7 @@ def run(checks: Mapping[Sequence[str], int], output: Path, minutes: float = MINU
 
 
 def main(argv: Sequence[str] | None = None) -> None:
-    """Run all checks. Exit with status 1 if a check failed or none could run."""
+    """Run all checks, and exit with status 1 if any check failed or none could run."""
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )

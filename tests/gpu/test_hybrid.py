@@ -1,6 +1,6 @@
 """Models and engines on one GPU.
 
-Measures how much memory sleep frees, and runs GRPO with all models on the GPU.
+The tests measure how much memory sleep mode frees, and run GRPO with all models on the GPU.
 """
 
 from __future__ import annotations
@@ -84,7 +84,7 @@ def test_grpo_runs_with_models_and_engine_on_one_gpu(
     }
     run(
         "train_ppo_ray", flags, timeout=220
-    )  # shorter than the check's limit, so that the run's output is shown
+    )  # shorter than the time limit of the check, so that the run's output is shown
     gaps = column(tmp_path / "run", "train/logprob_gap_mean")
     seconds = [row["timing/step_total"] for row in read_lines(tmp_path / "run/metrics.jsonl")]
     record_property("logprob_gap_mean", round(max(gaps), 4))

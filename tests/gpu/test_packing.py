@@ -1,4 +1,4 @@
-"""Packed rows compared with single rows, with the dtype and attention of a run on a GPU."""
+"""Packed rows compared with single rows, in the dtype and attention that a GPU run uses."""
 
 from __future__ import annotations
 
@@ -63,7 +63,7 @@ def test_packed_rows_score_as_single_rows(
 def test_packed_attention_and_its_gradient_match_float64_on_a_cpu(
     heads: int, key_heads: int, head_dim: int, window: int | None
 ):
-    """FlashAttention computes packed rows on a GPU; the reference computes single documents."""
+    """FlashAttention gets packed rows on a GPU; the reference gets one document at a time."""
     number = sum(LENGTHS)
     given = []
     for count in (heads, key_heads, key_heads):

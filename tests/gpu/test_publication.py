@@ -1,6 +1,6 @@
 """Weight transports between GPU processes.
 
-Tests CUDA IPC on one GPU, NCCL between two GPUs, and publication to an engine.
+The tests cover CUDA IPC on one GPU, NCCL between two GPUs, and publication to an engine.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ SHAPES = {"a": (1000, 100), "b": (3,), "c": (777, 11)}
 MANIFEST = WeightManifest(
     version=1,
     specs=tuple(TensorSpec(name=n, dtype=torch.bfloat16, shape=s) for n, s in SHAPES.items()),
-    bucket_bytes=2**14,  # smaller than a and c, so there are three buckets
+    bucket_bytes=2**14,  # smaller than tensors a and c, so there are three buckets
 )
 
 

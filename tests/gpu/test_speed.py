@@ -1,4 +1,4 @@
-"""Tokens per second in generation and training. The figures are recorded but not asserted."""
+"""Measurements of tokens per second in generation and training, recorded but not asserted."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ def test_generation(tmp_path: Path, record_property: Callable[[str, object], Non
         params = [SamplingParams(max_tokens=NEW_TOKENS, ignore_eos=True)] * SAMPLES
         ray.get(
             engine.generate.remote([5, 6, 7], params), timeout=240
-        )  # warmup: fill caches and capture graphs
+        )  # warm up: fill caches and capture CUDA graphs
         began = time.perf_counter()
         samples = ray.get(engine.generate.remote([5, 6, 7], params), timeout=240)
         seconds = time.perf_counter() - began

@@ -1,4 +1,4 @@
-"""The process pool: user code can do anything to its own process but nothing to others."""
+"""The process pool: user code can do anything to its own process but nothing to other processes."""
 
 from __future__ import annotations
 
@@ -292,7 +292,7 @@ def test_fork_made_by_user_code_sends_no_results():
 
 
 def test_fork_bomb_that_leaves_its_session_is_limited_and_fully_killed(tmp_path: Path):
-    """The bomb limits itself, too: a copy that cannot fork sleeps, and every copy exits."""
+    """The fork bomb also limits itself: a copy that cannot fork sleeps, and every copy exits."""
     pids = tmp_path / "pids"
     with ProcessPool(1) as pool:
         with pytest.raises(UserCodeError) as caught:
@@ -307,7 +307,7 @@ def test_fork_bomb_that_leaves_its_session_is_limited_and_fully_killed(tmp_path:
 
 
 def test_call_cannot_start_more_processes_than_the_limit():
-    """This also applies to root, whose processes the kernel does not limit by itself."""
+    """The limit applies to root too, whose processes the kernel does not limit on its own."""
     with ProcessPool(1) as pool:
         assert call(pool, "fork_until_refused", PROCESSES + 10) < PROCESSES
 
@@ -462,7 +462,7 @@ def test_oversized_log_keeps_its_beginning_and_end(tmp_path: Path, monkeypatch: 
     assert 1_000_000 <= removed + said.count("x") <= 1_200_200
 
 
-# ---- attacks of user code on the process that monitors it
+# ---- attacks by user code on the process that monitors it
 
 
 @pytest.mark.parametrize(
@@ -491,7 +491,7 @@ def test_finished_background_processes_do_not_count_toward_the_limit(
 
 
 def test_late_call_is_killed_even_if_a_fork_of_the_caller_is_running(tmp_path: Path) -> None:
-    """A fork, such as a data loader worker, inherits the pipe whose closing ends the process."""
+    """A fork, such as a data loader worker, inherits the pipe that ends the process when closed."""
     with ProcessPool(1, log_dir=tmp_path) as own:
         assert call(own, "echo")
         if (beside := os.fork()) == 0:

@@ -1,4 +1,4 @@
-"""The sandbox: a program can do anything in its own folder for a limited time, nothing outside."""
+"""The sandbox: a program may do anything inside its folder for a limited time, nothing outside."""
 
 from __future__ import annotations
 
@@ -100,7 +100,7 @@ def test_program_that_sleeps_or_computes_for_too_long_times_out() -> None:
 
 
 def test_fork_bomb_that_leaves_its_session_is_fully_killed() -> None:
-    """The bomb limits itself, too: a copy that cannot fork sleeps, and every copy exits."""
+    """The fork bomb also limits itself: a copy that cannot fork sleeps, and every copy exits."""
     mark = secrets.token_hex(8)
     bomb = f"""
 import os, sys, time
@@ -164,7 +164,7 @@ def test_program_cannot_reach_other_files_the_network_or_other_processes(
     assert outside.read_text() == "42"
 
 
-# Each program tries to reach the process or the file given by its first two arguments. Both belong
+# Each program tries to attack the process or the file given by its first two arguments. Both belong
 # to the user who runs the sandbox.
 ESCAPES = {
     "signal on input": """
@@ -216,7 +216,7 @@ fcntl.fcntl(near, fcntl.F_SETFL, os.O_ASYNC)
         "import ctypes; call(ctypes.CDLL(None, use_errno=True).shmget(1, 4096, 0o1600))"
     ),
 }
-# Runs as the user who runs the sandbox. It prints the escapes that succeeded, and whether the
+# This script runs as the sandbox's user. It prints the escapes that succeeded, and whether the
 # process and the file are unchanged.
 TRY_ESCAPES = """
 import json, os, pathlib, subprocess, sys, tempfile
@@ -330,7 +330,7 @@ def test_sandbox_works_inside_a_confined_user_process(tmp_path: Path) -> None:
 def test_broken_sandbox_raises_instead_of_failing_the_program(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(sandbox, "READABLE", ["/usr"])  # without an interpreter
+    monkeypatch.setattr(sandbox, "READABLE", ["/usr"])  # no Python interpreter in the sandbox
     monkeypatch.setattr(sandbox, "LAUNCH", sandbox.LAUNCH + "; raise OSError('no more memory')")
     with pytest.raises(SandboxError, match="no more memory"):
         run_program("print(1)", seconds=SECONDS)

@@ -1,4 +1,4 @@
-"""--dry_run of each offline command prints the first texts as the model sees them.
+"""The first training texts that --dry_run prints for each offline command, as the model sees them.
 
 Target tokens are in brackets.
 """
@@ -33,7 +33,7 @@ from tests.tiny import save_tiny_model, tiny_config
 
 
 def tokenizer_that_decodes() -> PreTrainedTokenizerFast:
-    """Return a tokenizer with known ids. It joins decoded tokens without spaces."""
+    """Return a tokenizer with known ids that joins decoded tokens without spaces."""
     tokenizer = build_tokenizer(PLAIN_CHAT, eos="<|end|>")
     tokenizer.backend_tokenizer.decoder = Fuse()
     return tokenizer
@@ -189,7 +189,7 @@ def test_prm_dry_run_prints_steps_with_labels(
 
 
 def test_dry_run_prints_rows_of_first_step(dry_run: Show) -> None:
-    """The expected order belongs to seed 42."""
+    """The expected row order is that of seed 42."""
     rows = [{"input": str(number), "output": "ok"} for number in range(9)]
     first = torch.randperm(9, generator=torch.Generator().manual_seed(42)).tolist()[:2]
     printed = dry_run("sft", rows)
@@ -230,7 +230,7 @@ def test_frozen_model_with_different_vocabulary_is_rejected(
 def test_resumed_run_renders_rows_with_date_of_first_start(
     model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The newest checkpoint stores the date. The run stops before it renders the rows."""
+    """The newest checkpoint stores the date. The first run stops before it renders any rows."""
     written = Checkpoint(
         directory=tmp_path,
         tag="global_step1",

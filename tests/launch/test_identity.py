@@ -1,4 +1,4 @@
-"""Identities of runs differ if their data, models or losses differ."""
+"""Run identities, which differ if the runs' data, models or losses differ."""
 
 from __future__ import annotations
 
@@ -164,7 +164,7 @@ def test_plugin_rows_are_compared_by_their_collated_tensors(model: str) -> None:
 
 
 class Listed(list[Any]):
-    """Rows of a plugin, stored in a list."""
+    """A plug-in's rows, stored in a list."""
 
     summary = "rows"
 

@@ -1,4 +1,4 @@
-"""The notice about RL runs with one sample per micro-batch, and its advice."""
+"""The notice about RL runs with one sample per micro-batch, and the advice in it."""
 
 from __future__ import annotations
 

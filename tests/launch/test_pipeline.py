@@ -1,4 +1,4 @@
-"""Pipelines: file format, errors before the first stage runs, and stages that rerun."""
+"""Pipelines: the file format, errors before the first stage runs, and which stages rerun."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ stages:
 def file(tmp_path: Path) -> Path:
     """Write a pipeline of three stages that copy files.
 
-    The third stage does not use the results of the others.
+    The third stage does not use the results of the first two.
     """
     (tmp_path / "source.jsonl").write_text("one\n")
     path = tmp_path / "chain.yaml"
@@ -352,7 +352,7 @@ def test_methods_in_compare_example_train_on_the_same_number_of_answers(settings
 
     def answers(name: str) -> int:
         source = name
-        if name == "rs_1":  # it trains on the best answer to each prompt of `answers_1`
+        if name == "rs_1":  # rs_1 trains on the best answer to each prompt of `answers_1`
             source = "answers_1"
         rows = value(source, "data.max_samples")
         command = stages[name].command
@@ -431,7 +431,7 @@ def test_report_has_row_per_stage_and_confidence_intervals_over_seeds(tmp_path: 
 
 
 def test_results_trained_by_later_stages_keep_float32_weights(tmp_path: Path) -> None:
-    """An adapter and the model it is merged into keep them too, unless the file sets the flag."""
+    """Adapters and merged models keep them too, unless the pipeline file sets the flag."""
     file = tmp_path / "chain.yaml"
     data = "data.dataset: d.jsonl"
     file.write_text(
@@ -478,7 +478,7 @@ def test_flags_file_containing_a_secret_is_private(flag: str, tmp_path: Path) ->
 
 
 def test_record_contains_no_secrets_and_flags_file_is_private(tmp_path: Path) -> None:
-    """A record from an older release, which contains the secret, is equivalent to a new one."""
+    """An older release's record, which contains the secret, is treated as equal to a new record."""
     url = "http://me:hunter2@host/get_reward?token=hunter2"
     file = tmp_path / "one.yaml"
     file.write_text(

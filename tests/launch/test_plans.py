@@ -1,6 +1,6 @@
 """Placement of the roles in launch scripts on declared clusters.
 
-The scripts use current and older flag names.
+The scripts use both current and older flag names.
 """
 
 from __future__ import annotations

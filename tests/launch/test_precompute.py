@@ -1,4 +1,4 @@
-"""--ref.precompute: runs with the same rows and reference share a file of scores."""
+"""Tests of --ref.precompute: runs with the same rows and reference share a file of scores."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ class Runs:
         self.scored = 0
 
     def scores(self, line: str = "", rows: list[dict[str, str]] = ROWS) -> bool:
-        """Return whether a run with additional flags computes scores."""
+        """Return whether a run with these additional flags computes its own scores."""
         task: Any = PreferenceTask(
             parse_config(DPOConfig, f"{self.line} {line}".split(), command="dpo")
         )
@@ -58,7 +58,7 @@ class Runs:
 
 @pytest.fixture
 def runs(tmp_path: Path, model: str, monkeypatch: pytest.MonkeyPatch) -> Runs:
-    """Return runs, the first of which has stored its scores."""
+    """Return a set of runs, the first of which has stored its scores."""
     runs = Runs(tmp_path / "checkpoints", model)
     monkeypatch.setattr(precompute, "reference_sums", runs.sums)
     assert runs.scores()

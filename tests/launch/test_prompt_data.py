@@ -68,7 +68,7 @@ def test_normalize_raises_model_error_if_reward_model_has_no_mean_and_std(
 
 
 def config_with_prompts(tmp_path: Path, lengths: list[int], **flags: object) -> PPOConfig:
-    """Return the configuration of a run whose prompts have the given lengths in tokens."""
+    """Return the configuration of a run whose prompts have these lengths in tokens."""
     rows = tmp_path / "rows.jsonl"
     rows.write_text(
         "".join(json.dumps({"input": "1" * length, "label": "2"}) + "\n" for length in lengths)

@@ -1,4 +1,4 @@
-"""Exit or restart of a command whose Ray cluster has died."""
+"""Whether a command exits or restarts after its Ray cluster has died."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Restart of a command whose Ray cluster has died, in a new process with the same flags."""
+"""Restarts, in a new process with the same flags, of a command whose Ray cluster has died."""
 
 from __future__ import annotations
 
@@ -69,12 +69,12 @@ def test_restart_resumes_checkpoints_of_other_runs_only_with_user_load_enable(
         checkpoint = newest_checkpoint(restarts.config)
         assert restarts.done == done and restarts.config.ckpt.load_enable
         assert checkpoint and checkpoint.state.step == newest
-        by_user = bool(restarts.config.given.get("ckpt.load_enable"))  # `train` also calls this
+        by_user = bool(restarts.config.given.get("ckpt.load_enable"))  # as in `train`
         assert by_user == (newest == 2)
 
 
 def save(config: PPOConfig, step: int, run_dir: Path) -> None:
-    """Save a checkpoint of the run in folder `run_dir`."""
+    """Save a checkpoint of the run whose folder is `run_dir`."""
     manager = CheckpointManager(config.ckpt)
     staged = manager.begin(step)
     for place in staged.places:

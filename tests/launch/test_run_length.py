@@ -13,7 +13,7 @@ from openrlhf.training.optimizers import make_schedule
 
 
 def idle_steps(schedule: OptimizerConfig, steps: int) -> int:
-    """Count the steps for which the real schedule has a learning rate of 0."""
+    """Count the steps at which the actual schedule has a learning rate of 0."""
     optimizer = torch.optim.SGD([torch.nn.Parameter(torch.zeros(1))], lr=1.0)
     rates = make_schedule(optimizer, schedule, steps)
     idle = 0

@@ -109,7 +109,7 @@ def test_strictly_on_policy_update_needs_no_old_logprobs(folder: Path) -> None:
         {"train.batch_size": 4},  # two optimizer steps per batch
         {"train.max_epochs": 2},
         {"algo.kl.use_loss": None},  # the KL penalty in the reward needs π_old
-        {"model": "dropout"},  # a second forward pass would give different numbers
+        {"model": "dropout"},  # a second forward pass would draw different dropout masks
         {"model": "nested dropout"},
     ],
     ids=str,
@@ -146,7 +146,7 @@ def test_learning_rate_schedule_spans_all_steps_of_the_run(
 def test_policy_schedule_excludes_critic_only_steps(
     folder: Path, flag: int | None, frozen: int
 ) -> None:
-    """Each batch has one optimizer step. A schedule that is shorter than the run would restart."""
+    """Each batch has one optimizer step. A schedule shorter than the run would start over."""
     config = config_of(folder, **{"algo.advantage.estimator": "gae", "critic.freezing_steps": flag})
     assert config.frozen_steps == frozen
     assert optimizer_steps(config, 40, after=config.frozen_steps) == 10 - frozen
@@ -159,7 +159,7 @@ def test_dry_run_prints_number_of_steps(
     folder: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch,
     asynchronous: bool, steps: int, sizes: list[int],
 ) -> None:  # fmt: skip
-    """Asynchronous batches extend into the next epoch, so none is incomplete."""
+    """Asynchronous batches extend into the next epoch, so no batch is incomplete."""
     config = config_of(
         folder, **{"train.async_enable": asynchronous or None, "train.num_episodes": 2}
     )

@@ -1,6 +1,6 @@
 """The text format recorded in an exported model is the default for later commands.
 
-This applies to every command and every text format.
+The tests cover every command and every text format.
 """
 
 from __future__ import annotations
@@ -70,7 +70,7 @@ def weights(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def model_trained_with(trained: TextFormat | None, weights: Path) -> str:
-    """Save a tokenizer with a recorded format to `weights`. Return the model's folder."""
+    """Save a tokenizer with a recorded text format to `weights`, and return the model's folder."""
     tokenizer = build_tokenizer(PLAIN_CHAT)
     tokenizer.backend_tokenizer.decoder = Fuse()
     record(tokenizer, trained)
@@ -99,7 +99,7 @@ def first_text(task: str, model: str, rows: Path, flags: str = "", *, follows: b
 def first_prompt(
     command: str, model: str, rows: Path, flags: str = "", *, follows: bool = True
 ) -> tuple[str, PreTrainedTokenizerBase]:
-    """Return the first prompt of a generating command, and its tokenizer."""
+    """Return the first prompt of a command that generates, and the tokenizer of the command."""
     line = f"{PROMPTS[command].format(model=model, rows=rows)} {flags}"
     config = parse_config(ROOTS[command], line.split(), command=command)
     if command == "train_ppo_ray":

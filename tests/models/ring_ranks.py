@@ -1,4 +1,4 @@
-"""Compares ring attention with dense float64 attention. Run as four processes by test_ring.py."""
+"""Compares ring attention with dense float64 attention. test_ring.py runs it as four processes."""
 
 from itertools import product
 
@@ -11,15 +11,15 @@ from openrlhf.ring import Ring
 
 ROWS = ([64], [5, 40, 19], [3, 1, 2, 1, 9], [16] * 8, [1, 90, 2], [7])
 WINDOWS = (None, 1, 6, 16, 1000)
-HEADS = ((4, 2, 16, 16), (3, 1, 8, 12))  # heads, heads of keys, size of keys, size of values
+HEADS = ((4, 2, 16, 16), (3, 1, 8, 12))  # query heads, key heads, key size, value size
 Heads = tuple[int, int, int, int]
-FLOAT32 = 5e-6  # largest difference of outputs, and of gradients relative to the largest
+FLOAT32 = 5e-6  # maximum error of outputs, and of gradients relative to the largest one
 
 
 def dense_attention(
     query: Tensor, key: Tensor, value: Tensor, lengths: list[int], window: int | None
 ) -> Tensor:
-    """Return softmax(q k / √D) v with every score in memory."""
+    """Return softmax(q k / √D) v, computed with all scores in memory."""
     documents = torch.arange(len(lengths)).repeat_interleave(torch.tensor(lengths))
     places = torch.arange(sum(lengths))
     distances = places[:, None] - places[None, :]
@@ -33,7 +33,7 @@ def dense_attention(
 
 
 def compare(ring: Ring, lengths: list[int], window: int | None, heads: Heads) -> None:
-    """Raise AssertionError if outputs or gradients of this rank's tokens differ."""
+    """Raise AssertionError if the outputs or gradients differ for any of this rank's tokens."""
     num_heads, num_key_heads, key_size, value_size = heads
     draw = torch.Generator().manual_seed(sum(lengths))
 

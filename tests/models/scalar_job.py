@@ -1,6 +1,6 @@
-"""One rank of the scalar model's ZeRO test: score, train a few steps, export, and score again.
+"""One rank of the scalar model's ZeRO test, which scores, trains, exports and scores again.
 
-The job runs at stages 2 and 3.
+The job runs at ZeRO stages 2 and 3.
 """
 
 from __future__ import annotations
@@ -23,8 +23,8 @@ from tests.loading import load_spec
 from tests.models.test_scalar_model import batch
 from tests.tiny import character_tokenizer
 
-# A large epsilon makes AdamW nearly linear in the gradient, so that weights compare as tightly as
-# gradients do.
+# A large epsilon makes AdamW nearly linear in the gradient, so that weights can be compared as
+# tightly as gradients.
 OPTIMIZER = OptimizerConfig(
     adam=AdamConfig(lr=0.1, eps=1.0), lr_scheduler="constant", lr_warmup_ratio=0.0
 )

@@ -1,6 +1,6 @@
 """Adapters: training, merging, saving and disabling.
 
-They are compared with plain Transformers, PEFT and float64 loops.
+Results are compared with plain Transformers, PEFT and float64 loops.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ def spec(path: str, lora: LoraConfig = LORA, **more: Any) -> LoadSpec:
 
 
 def moved(hf: Any) -> Any:
-    """Give the model random adapters, as after training."""
+    """Set the model's adapters to random values, as if they had been trained."""
     draw = torch.Generator().manual_seed(1)
     with torch.no_grad():
         for parameter in hf.parameters():
@@ -280,7 +280,7 @@ def test_lora_combiner_rejects_an_adapter_for_a_differently_shaped_model(
     assert f"--lora_path {adapter}" in printed and f"--model_path {other}" in printed
     with pytest.raises(
         SystemExit
-    ):  # the adapter has no head, so it looks like one for a language model
+    ):  # without a head, the adapter looks like one for a language model
         lora_combiner.main(f"--is_rm {flags}".split())
     assert f"--lora_path {adapter}" in capsys.readouterr().err
     assert not (tmp_path / "m").exists()
@@ -342,7 +342,7 @@ def test_gradient_checkpointing_does_not_change_adapter_gradients(
 
 
 def test_published_4_bit_weights_equal_the_values_used_in_computation(tmp_path: Path) -> None:
-    """The model scores tokens first, as in a run.
+    """The model scores tokens before it trains, as in a run.
 
     On a CPU, bitsandbytes would otherwise pack the weights for kernels without a backward pass.
     """
@@ -358,4 +358,4 @@ def test_published_4_bit_weights_equal_the_values_used_in_computation(tmp_path: 
     torch.testing.assert_close(logits(plain), logits(hf.eval()), atol=0.02, rtol=0)
     with adapters_off(hf):
         assert torch.equal(logits(hf), before)
-    assert 0 < float((before - exact).abs().max()) < 0.5  # the rounding error of 4 bits
+    assert 0 < float((before - exact).abs().max()) < 0.5  # the rounding error of 4-bit weights

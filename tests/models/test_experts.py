@@ -31,7 +31,7 @@ KINDS = ["qwen3-moe", "mixtral"]
 
 
 def batch() -> tuple[Tensor, Tensor]:
-    """Return sequences, two of which have a common prefix.
+    """Return a batch of sequences, two of which have a common prefix.
 
     With packed rows the prefix is computed once but counted twice in the loss.
     """
@@ -81,7 +81,7 @@ def test_load_balancing_loss_matches_transformers_on_unpadded_rows(
         layers, layers[0].shape[1], top_k=2
     )
     assert aux_loss(policy(hf, packing=packing)).item() == pytest.approx(theirs.item(), abs=1e-6)
-    assert theirs.item() > 2.5  # 2 if balanced
+    assert theirs.item() > 2.5  # a balanced model has 2
     [row] = [ids for ids in tokens.split(LENGTHS) if len(ids) == max(LENGTHS)]
     alone = policy(hf, packing=packing)(
         row, torch.tensor([0, len(row)]), torch.ones_like(row, dtype=torch.bool)
@@ -143,7 +143,7 @@ def task(coef: float) -> SFTTask:
 def test_window_loss_is_the_target_weighted_mean_of_micro_batch_losses() -> None:
     """Three micro-batches have 4, 1 and 2 of the window's 7 targets.
 
-    The rest of the loss does not depend on the load-balancing coefficient.
+    The loss without the load-balancing term does not depend on its coefficient.
     """
     model = policy(mixture("mixtral"))
     rows = [[7, 8, 9, 10, 11], [20, 21], [30, 31, 32, 33]]

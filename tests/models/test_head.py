@@ -1,4 +1,4 @@
-"""Scores and outputs of the output layer, plain and with an adapter."""
+"""Scores and outputs of the output layer, with and without an adapter."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ WIDTH, VOCABULARY = 32, 1024
 
 
 class Adapter(nn.Module):
-    """A wrapper that computes y = W x + b + 2 · B A x around a linear layer.
+    """A wrapper around a linear layer that computes y = W x + b + 2 · B A x.
 
     Like PEFT's adapters, it exposes the wrapped layer's weight.
     """
@@ -64,7 +64,7 @@ def inputs(rows: int = 24) -> tuple[Tensor, Tensor]:
 def test_adapted_head_matches_the_merged_layer_and_holds_one_chunk_of_logits(
     adapter: Adapter, rows: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Compares scores and gradients. No tensor has more logits than a chunk."""
+    """Scores and gradients match, and no tensor holds more logits than one chunk."""
     monkeypatch.setattr(tensors, "CHUNK_LOGITS", 4 * VOCABULARY)
     found = []
     for layer in (adapter, adapter.merged()):

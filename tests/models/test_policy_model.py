@@ -43,7 +43,7 @@ def as_model(hf: PreTrainedModel, *, packing: bool) -> PolicyModel:
 def plain_logprobs(
     hf: PreTrainedModel, tokens: torch.Tensor, wanted: torch.Tensor, temperature: float
 ) -> torch.Tensor:
-    """Score one sequence at a time from its float64 logits."""
+    """Return log-probabilities computed from float64 logits, one sequence at a time."""
     scored, start = torch.zeros(len(tokens), dtype=torch.float64), 0
     for length in LENGTHS:
         ids = tokens[start : start + length]
@@ -95,7 +95,7 @@ def test_batch_without_wanted_tokens_has_a_differentiable_zero_loss(packing: boo
 def test_forward_and_backward_hold_only_one_chunk_of_logits(
     packing: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The output layer is the largest: 160 tokens, vocabulary 1024, width 32, chunks of 4."""
+    """The output layer dominates memory: 160 tokens, vocabulary 1024, width 32, chunks of 4."""
     monkeypatch.setattr(tensors, "CHUNK_LOGITS", 4 * 1024)
     config = tiny_config("llama", vocab_size=1024)
     model = as_model(AutoModelForCausalLM.from_config(config).float(), packing=packing)

@@ -1,4 +1,4 @@
-"""The layout check, which detects incorrect models by their outputs, not by their names."""
+"""The layout check, which detects unsupported models by their outputs instead of their names."""
 
 from __future__ import annotations
 
@@ -72,7 +72,7 @@ MIXING: dict[str, dict[str, Any]] = {
         "use_mamba_kernels": False,
     },
     "minimax": {"head_dim": 16, "num_local_experts": 2, "num_experts_per_tok": 1, "block_size": 16},
-    # Falcon's attention ignores ours and treats the row as one document.
+    # Falcon uses its own attention, not ours, and treats the row as one document.
     "falcon": {"ffn_hidden_size": 64},
     "bloom": {"n_head": 4, "n_layer": 2},
     "mpt": {"d_model": 64, "n_heads": 4, "n_layers": 2},
@@ -94,7 +94,7 @@ def random_model(kind: str, *, packing: bool, **changes: Any) -> PreTrainedModel
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 @pytest.mark.parametrize("kind", MIXING)
 def test_model_that_mixes_packed_documents_is_rejected(kind: str, dtype: torch.dtype) -> None:
-    """The same model passes if padded.
+    """The same model passes the check with padded rows.
 
     A random model's outputs hardly change, but its gradient reveals the mixing in any dtype.
     """
@@ -116,7 +116,7 @@ def test_layout_error_lists_the_layer_types() -> None:
 def test_missing_mask_in_packed_attention_is_detected() -> None:
     """In Doge, a token attends only to the most important tokens.
 
-    If the sequence is longer than their number, the packed row differs.
+    If a sequence has more tokens than that, its packed row differs.
     """
     hf = random_model("doge", packing=True, keep_window_size=4)
     for name, parameter in hf.named_parameters():
@@ -375,7 +375,7 @@ def test_folder_without_a_model_is_rejected_with_its_path(
 def longrope_config() -> PretrainedConfig:
     """Return a configuration with 64 positions, extended from 16 by LongRoPE.
 
-    Up to 16 tokens all frequencies are the original ones; above 16, some are lower.
+    Up to 16 tokens, all frequencies have their original values; above 16, some are lower.
     """
     rope = {
         "rope_type": "longrope",

@@ -1,4 +1,4 @@
-"""Reward models and critics: outputs, exported folders, ZeRO 3 and rejected models.
+"""Reward models and critics: outputs, exported folders, ZeRO-3 and rejected models.
 
 Outputs are compared with plain Transformers, and packed rows with padded rows.
 """
@@ -103,7 +103,7 @@ def test_scores_match_transformers_with_padding_on_either_side(side: str) -> Non
     with torch.no_grad():
         scores = last_token_scores(model(tokens, offsets).values, offsets)
         expected = model.hf(input_ids=ids, attention_mask=mask).logits[:, 0]
-    # Rotary angles are float32 in Transformers, and left padding shifts them.
+    # Transformers computes rotary angles in float32, and left padding shifts them.
     torch.testing.assert_close(scores, expected, atol=1e-7, rtol=0)
 
 
@@ -268,7 +268,7 @@ def test_stored_head_prefix_takes_precedence_over_the_flag(
 
 
 def test_reward_model_in_openrlhf_format_can_be_loaded(tmp_path: Path) -> None:
-    """OpenRLHF's class has its own name, no number of labels, and a head named value_head."""
+    """OpenRLHF's model class has its own name, no label count, and a head named value_head."""
     path = save_tiny_model(tmp_path)
     weights = load_file(tmp_path / "model.safetensors")
     head = torch.full((1, 32), 0.25)
@@ -300,7 +300,7 @@ def test_packing_and_dtype_are_set_by_flags(tmp_path: Path) -> None:
     model = load_scalar(spec(save_tiny_model(tmp_path), packing=True, param_dtype="bf16"))
     assert model.packing
     assert {p.dtype for p in model.hf.get_decoder().parameters()} == {torch.bfloat16}
-    # The training engine rounds a new head and keeps the exact values.
+    # The training engine rounds a new head but keeps its exact values too.
     assert head_of(model).dtype == torch.float32
     tokens, offsets = batch()
     values = model(tokens, offsets).values

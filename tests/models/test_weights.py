@@ -1,6 +1,6 @@
-"""Loaded weights match the stored ones: all exist, have the right size, are finite and are used.
+"""The check that loaded weights exist, have the right size, are finite, and are all used.
 
-Every command that loads a model checks this.
+Every command that loads a model runs this check.
 """
 
 from __future__ import annotations
@@ -63,7 +63,7 @@ def with_nan(weights: Weights) -> Weights:
 
 
 def with_infinity(weights: Weights) -> Weights:
-    # The layout check at startup does not use this token.
+    # The startup layout check does not use this token.
     weights["model.embed_tokens.weight"][63, 0] = torch.inf
     return weights
 
@@ -360,7 +360,7 @@ def test_configuration_that_contradicts_itself_or_the_weights_is_rejected(
         check_causal_lm(load_spec(folder))
 
 
-# Imported above, because a command imports these modules without PEFT, which other tests have
+# These are imported above because a command imports them without PEFT, which other tests may have
 # already imported.
 RUNNERS = (
     batch_inference.run_batch_inference,

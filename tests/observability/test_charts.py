@@ -1,4 +1,4 @@
-"""Lines in the report's charts."""
+"""The lines drawn in the report's charts."""
 
 import math
 

@@ -10,7 +10,7 @@ from openrlhf.observability.glossary import GLOSSARY, find_spec
 from tests.pages import metrics_page
 from tests.plausible import implausible, range_of
 
-# Metric names used in users' dashboards.
+# Metric names that users' dashboards rely on.
 ESTABLISHED = """
 train/policy_loss train/actor_lr train/actor_grad_norm train/ppo_clip_ratio train/ppo_kl
 train/vllm_kl train/kl train/logprobs_diff train/entropy_loss train/reward train/score train/return
@@ -125,7 +125,7 @@ def test_only_signed_metrics_have_no_lower_bound():
         "train/loss",
         "train/loss_mean",
         "eval/eval_loss",
-    }  # the robust DPO loss may be negative
+    }  # the robust DPO loss is allowed to be negative
     assert of_any_task == {name for name in signed if not re.search(names, name)}
     assert {range_of(spec) for spec in GLOSSARY.values()} == {
         "any",

@@ -18,7 +18,7 @@ from openrlhf.observability.health import CAUSES, MEANING, RULES, Health, notice
 from tests.config.commands import ROOTS
 from tests.verify.learning import RECORDS, UNCORRECTED
 
-HEALTHY = Path(__file__).parent / "healthy"  # metrics of the demo runs that have rules
+HEALTHY = Path(__file__).parent / "healthy"  # demo-run metrics that rules check
 Row = dict[str, Any]
 
 
@@ -29,7 +29,7 @@ def recorded(name: str) -> list[Row]:
 def with_values(
     rows: list[Row], metric: str, value: Callable[[int, float], float | None], after: int = 10
 ) -> list[Row]:
-    """Replace the metric with `value(n, old)` in the n-th row after step `after`."""
+    """Replace the metric's value with `value(n, old)` in the n-th row after step `after`."""
     number = count(1)
     return [
         row | {metric: value(next(number), row[metric])}
@@ -140,7 +140,7 @@ def evaluations(*scores: float, error: float = 0.02) -> list[Row]:
 
 
 def reported_when(rows: list[Row]) -> str:
-    """Return when the only notice is printed: during the run, at its end, or never."""
+    """Return when the single expected notice is printed: during the run, at its end, or never."""
     health = Health()
     running = health.read(rows)
     ended = health.end()
@@ -156,7 +156,7 @@ def test_regression_is_reported_if_score_stays_or_ends_below_its_start() -> None
     assert reported_when(evaluations(0.5, 0.4, 0.5, 0.6)) == "never"
     assert reported_when(evaluations(0.5, 0.4, 0.4, 0.6)) == "running"
     assert reported_when(evaluations(0.5, 0.6, 0.4)) == "end"
-    # Within two standard errors of the difference, 0.057.
+    # The change is within two standard errors of the difference, 0.057.
     assert reported_when(evaluations(0.5, 0.46)) == "never"
     assert reported_when(evaluations(0.5, 0.44)) == "end"
     without_error = [{"step": n, "eval/eval_x_pass1": x} for n, x in enumerate([0.5, 0.1])]

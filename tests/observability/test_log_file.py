@@ -1,4 +1,4 @@
-"""Logging to a full disk does not raise, and lines are written once there is room."""
+"""Logging to a full disk, which does not raise; lines are written once there is room."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ def test_pending_lines_are_written_in_order_once_disk_has_room(
     assert capsys.readouterr().err.count(str(tmp_path / "log")) == 1
 
 
-@pytest.mark.usefixtures("capsys")  # printed text would also be written to a file
+@pytest.mark.usefixtures("capsys")  # otherwise printed text would also be written to a file
 def test_lines_are_dropped_if_too_many_are_pending(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -34,7 +34,7 @@ def rows(folder: Path, name: str) -> list[dict[str, Any]]:
 
 
 def log_steps(recorder: Recorder, first: int, last: int) -> None:
-    """Log samples, step metrics and an evaluation, like the training loops."""
+    """Log samples, step metrics and an evaluation, as the training loops do."""
     for step in range(first, last + 1):
         recorder.samples(step, [episode(step, score=1.0)])
         recorder.step(step, {"train/loss": float(step)})
@@ -173,7 +173,7 @@ def test_evaluation_logs_one_successful_sample_for_each_first_prompt(tmp_path: P
         for row in rows(tmp_path, "samples.jsonl")
     ]
     prompts = range(SAMPLES_PER_EVALUATION)
-    assert kept.pop(SAMPLES_PER_EVALUATION) == (0, 0, 0)  # the failed one
+    assert kept.pop(SAMPLES_PER_EVALUATION) == (0, 0, 0)  # the failed sample
     assert kept == [
         (0, 0, 1),
         *[(0, prompt, 0) for prompt in prompts[1:]],

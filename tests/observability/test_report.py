@@ -1,4 +1,4 @@
-"""The report page: its contents, and escaping of user and model text."""
+"""The report page: its contents, and the escaping of text from users and models."""
 
 import json
 import math

@@ -22,7 +22,7 @@ ROW = {
 
 
 def lines_of(path: Path) -> list[dict]:
-    """Parse every line strictly: NaN and infinity are not JSON."""
+    """Parse every line strictly, because NaN and infinity are not JSON."""
 
     def refuse(constant: str) -> float:
         raise ValueError(f"{constant} is not JSON")

@@ -1,1 +1,1 @@
-"""Reference implementations: plain float64 loops from the papers that import none of our code."""
+"""Reference implementations: plain float64 loops written from the papers, without our code."""

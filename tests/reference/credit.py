@@ -1,4 +1,4 @@
-"""Rewards and advantages of one row or of a batch's samples, written from the papers."""
+"""Rewards and advantages of one row or of a batch's samples, implemented from the papers."""
 
 import math
 import statistics
@@ -17,7 +17,7 @@ def token_rewards(reward: float, kl: Row, mask: Mask, coef: float) -> Row:
 
 
 def overlong(length: int, max_length: int, cache: float, factor: float) -> float:
-    """Compute `factor` · eq. 13 of Yu et al. 2025, where L_max = max_length, L_cache = cache."""
+    """Compute `factor` · eq. 13 of Yu et al. 2025, with L_max = max_length and L_cache = cache."""
     if length <= max_length - cache:
         return 0.0
     if length <= max_length:
@@ -62,7 +62,7 @@ def whiten(x: Row, mask: Mask, scale: bool = True) -> Row:
 def shaped(name: str, rewards: Row, groups: list[int]) -> Row:
     """Return the shaped reward of every sample.
 
-    Group estimators give 0 to a sample that is alone in its group.
+    Group estimators give 0 to a sample that is the only one in its group.
     """
     members = defaultdict(list)
     for i, group in enumerate(groups):

@@ -1,4 +1,4 @@
-"""Policy and value losses, corrections and KL estimates, written from the papers."""
+"""Policy and value losses, corrections and KL estimates, implemented from the papers."""
 
 import math
 
@@ -58,7 +58,7 @@ def gspo(
     high: float,
     dual: float | None,
 ) -> Row:
-    """Compute s = (π_θ(y) / π_old(y)) ^ (1 / |y|), the same for all tokens of the row."""
+    """Compute s = (π_θ(y) / π_old(y)) ^ (1 / |y|), which all tokens of the row share."""
     actions = [t for t, acting in enumerate(mask) if acting]
     product = math.prod(math.exp(logprobs[t] - old[t]) for t in actions)
     s = product ** (1 / len(actions)) if actions else 1.0
@@ -107,7 +107,7 @@ def aggregate(terms: list[Row], masks: list[Mask], kind: str, max_tokens: int) -
 def mismatch(
     old: list[Row], rollout: list[Row], masks: list[Mask]
 ) -> tuple[int, float, float, float, float]:
-    """Return (tokens, Σ Δ, Σ |Δ|, max |Δ|, Σ exp(−Δ)) over the sampled tokens.
+    """Return (token count, Σ Δ, Σ |Δ|, max |Δ|, Σ exp(−Δ)) over the sampled tokens.
 
     Δ = log π_rollout − log π_old.
     """
@@ -126,7 +126,7 @@ def mismatch(
 def correction(
     old: Row, rollout: Row, mask: Mask, level: str, mode: str, low: float, high: float
 ) -> Row:
-    """Return the weight of every token: ω computed on `level`, bounded by `mode`."""
+    """Return the weight of every token: ω computed at the given level and bounded by `mode`."""
     omegas = [math.exp(o - r) for o, r in zip(old, rollout, strict=True)]
     acting = [w for w, m in zip(omegas, mask, strict=True) if m]
     product = math.prod(acting)

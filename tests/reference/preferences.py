@@ -1,4 +1,4 @@
-"""Losses of a pair or of a labeled answer, computed from sums of log-probabilities."""
+"""Losses of a pair or a labeled answer, computed from sums of log-probabilities."""
 
 import math
 

@@ -1,4 +1,4 @@
-"""Assertions in labels that are checked outside the program's process, and cheating programs."""
+"""Assertions in labels, which are checked outside the program's process, and cheating programs."""
 
 from __future__ import annotations
 

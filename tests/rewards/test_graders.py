@@ -1,4 +1,4 @@
-"""Which answers the graders treat as equal. Each row can be checked by eye."""
+"""Pairs of answers that the graders treat as equal or different. Each row can be checked by eye."""
 
 from __future__ import annotations
 

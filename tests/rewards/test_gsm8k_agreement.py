@@ -1,4 +1,4 @@
-"""The math verifier compared with GSM8K's graded solutions: 1,319 problems, four models each."""
+"""The math verifier compared with GSM8K's graded solutions to 1,319 problems by four models."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def problems() -> list[dict[str, Any]]:
 
 
 def disagreements(rows: list[dict[str, Any]], style: str) -> list[tuple[str, str, bool]]:
-    """Return the end of the solution, the answer and GSM8K's verdict for each disagreement."""
+    """Return, for each disagreement, the end of the solution, the answer and GSM8K's verdict."""
     found = []
     for row in rows:
         label = row["ground_truth"].rpartition("A:")[2].strip()

@@ -1,4 +1,4 @@
-"""A judge on a server: requests, verdicts and failures."""
+"""A judge model on a server: requests, verdicts and failures."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The check of labels at startup."""
+"""The check of dataset labels at startup."""
 
 from __future__ import annotations
 

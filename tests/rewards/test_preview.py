@@ -1,4 +1,4 @@
-"""The trial of a reward on labels before a run."""
+"""The trial run of a reward on the dataset's labels before training."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ def pool() -> Iterator[ProcessPool]:
 
 
 def line(pool: ProcessPool, folder: Path, body: str, labels: list[str] = LABELS) -> str:
-    """Return the text of the finding about a reward function, or ""."""
+    """Return the text of the finding about a reward function, or "" if there is none."""
     file = folder / f"reward{len(list(folder.iterdir()))}.py"
     file.write_text(f"def reward_func(queries, prompts, labels):\n    {body}\n")
     reward = FunctionReward(RuleConfig(remote_url=str(file), timeout=60), pool)

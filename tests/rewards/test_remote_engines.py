@@ -1,4 +1,4 @@
-"""Remote engines that user code selects by name: requests, callers and failures."""
+"""Remote engines, which user code selects by name: requests, callers and failures."""
 
 from __future__ import annotations
 
@@ -91,7 +91,7 @@ def test_default_model_is_the_first_listed_and_looked_up_only_once(
     assert [engine.chat_sync(HELLO), engine.completion_sync("four")] == ["HELLO", "4"]
     assert (
         remote_engine("helper").chat_sync(HELLO) == "HELLO"
-    )  # as in a reward function that looks up the engine in every call
+    )  # like a reward function that looks up the engine in every call
     chats = ["/v1/chat/completions", "/v1/completions", "/v1/chat/completions"]
     assert [path for path, _ in server.asked] == ["/v1/models", *chats]
     assert all(body is None or body["model"] == "loud" for _, body in server.asked)

@@ -57,7 +57,7 @@ PROMPTS = [[5, 6, 7, 8], [40, 41, 42], [9, 90, 11, 70, 13, 50], [33]]
 
 
 class FaultyEngine(RolloutEngine):
-    """A rollout engine that can be made to fail when it receives weights.
+    """A rollout engine that tests can make fail when it receives weights.
 
     Its worker runs in the same process.
     """
@@ -68,7 +68,7 @@ class FaultyEngine(RolloutEngine):
         return thread._args[-1].result()
 
     async def held(self) -> list[str]:
-        """Return the unfinished requests whose tokens are held back in the core."""
+        """Return the unfinished requests whose tokens the core is holding back."""
         return list(self.core()._held)
 
     async def tokens_under_way(self) -> list[int]:
@@ -86,7 +86,7 @@ class FaultyEngine(RolloutEngine):
 
         def receive_flipped(self, buffer):
             receive(self, buffer)
-            if buffer.numel() > 4096:  # not the hashes
+            if buffer.numel() > 4096:  # corrupt weights, not hashes
                 buffer[4096] ^= 1
 
         def unpack_all_but_one(bucket, buffer):
@@ -133,7 +133,7 @@ class Stand:
     model: PreTrainedModel
     sender: WeightSender
     version: int = 0
-    workers: int = 1  # of the engine
+    workers: int = 1  # number of engine workers
 
     def call(self, method: str, *args, **kwargs):
         return ray.get(getattr(self.engine, method).remote(*args, **kwargs), timeout=TIMEOUT_S)
@@ -146,7 +146,7 @@ class Stand:
         return manifest_of(self.model, self.version, bucket_bytes)
 
     def receive(self, manifest: WeightManifest, tensors=None) -> tuple[WorkerReceipt, ...]:
-        """Publish without resuming."""
+        """Publish the weights without resuming generation."""
         receiving = self.engine.receive.remote(manifest)
         try:
             self.sender.send(manifest, tensors or self.model.named_parameters())
@@ -203,7 +203,7 @@ def group_of(workers: int, name: str | None = None, timeout_s: float = TIMEOUT_S
 def join(
     sender: WeightSender, engines: Sequence[ray.actor.ActorHandle], *, workers: int = 1
 ) -> None:
-    """Let the sender and the engines, with `workers` workers each, join one group."""
+    """Make the sender and the engines, with `workers` workers each, join one group."""
     group = group_of(workers * len(engines))
     joining = [engine.join.remote(group, 1 + workers * i) for i, engine in enumerate(engines)]
     sender.join(group)
@@ -439,7 +439,7 @@ class TestPublication:
     def test_running_samples_continue_with_the_new_weights(self, stands, kind):
         """The untied model's engine searches for stop strings.
 
-        Its core therefore sends every token separately.
+        The engine core therefore sends every token separately.
         """
         stand: Stand = stands[kind]
         old = stand.model
@@ -455,13 +455,13 @@ class TestPublication:
         assert {g.weight_versions for _, g in samples} == {(stand.version - 1, stand.version)}
         matches_old, matches_new = (differences(m, samples) < 1e-4 for m in (old, stand.model))
         for row_old, row_new in zip(matches_old, matches_new, strict=True):
-            # tokens before the first one that the old weights cannot explain
+            # number of tokens before the first one that the old weights cannot explain
             switch = int(row_old.long().cumprod(0).sum())
             assert 0 < switch < 400
             assert row_new[switch:].all()
 
     def test_two_engines_in_one_group_serve_the_same_version(self, tied, untied):
-        """The tied engine receives its head twice: as embeddings, and as an equal head."""
+        """The tied engine receives its head twice: as embeddings and as an identical head."""
         model = noisy_copy(untied.model, [], 0.0)
         model.lm_head.weight.data.copy_(model.model.embed_tokens.weight)
         sender, version = WeightSender(), max(tied.version, untied.version) + 1
@@ -543,7 +543,7 @@ class TestFailedPublication:
                 "drop",
                 r"loaded model.layers.1.mlp.up_proj.weight 0 times.*stale values in .*gate_up_proj",
             ),
-            # the layer was already full: vLLM's loader itself raises
+            # the layer was already full, so vLLM's loader itself raises
             ("double", "weight_loader" if Version("0.25") <= VLLM else "loaded .* 2 times"),
             pytest.param(
                 "no repacking",
@@ -590,7 +590,7 @@ class TestFailedPublication:
 
 
 def send_until_killed(group: WeightGroup, folder: str, version: int) -> None:
-    """Send weights as a trainer that dies when the tensor after the first q_proj is requested."""
+    """Send weights like a trainer that dies when the tensor after the first q_proj is requested."""
     model = Qwen2ForCausalLM.from_pretrained(folder)
 
     def tensors():
@@ -699,9 +699,9 @@ def test_every_parameter_of_an_architecture_reaches_the_engine(ray_session, tmp_
 def test_longrope_has_the_frequencies_of_the_longest_sequence_in_engine_and_trainer(
     ray_session, tmp_path, original
 ):
-    """The engine chooses the frequencies by its max_model_len.
+    """The engine chooses the frequencies according to its max_model_len.
 
-    It uses the long ones above `original` positions, regardless of a sample's length.
+    Above `original` positions it uses the long frequencies, regardless of a sample's length.
     """
     rope = {
         "rope_type": "longrope",

@@ -14,7 +14,7 @@ from openrlhf.launch.start import run_ppo
 from openrlhf.rollout.engine_settings import EngineSettings, engine_arguments
 from tests.config.commands import WITH_OLD, ppo, violations
 
-# Set depending on the machine and not by a flag; users can override them.
+# Arguments set according to the machine instead of by a flag; users can override them.
 LEFT_TO_THE_USER = {
     "block_size",
     "kv_cache_memory_bytes",

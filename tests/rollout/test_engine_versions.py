@@ -1,6 +1,6 @@
-"""Differences between vLLM 0.24 and 0.31, tested on fakes of their classes.
+"""Differences between vLLM 0.24 and 0.31, tested with fakes of vLLM's classes.
 
-Only one vLLM version is installed, and this process does not import it.
+Only one vLLM version is installed, and this process does not even import it.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from openrlhf.rollout.engine_versions import (
 
 @pytest.fixture
 def vllm(monkeypatch: pytest.MonkeyPatch):
-    """Replace an installed vLLM module with a module that has the given contents."""
+    """Replace an installed vLLM module with a fake that has the given contents."""
 
     def put(name: str, **contents: Any) -> None:
         module = ModuleType(name)
@@ -45,7 +45,7 @@ class Output:
 
 
 class Client:
-    """A fake of vLLM's AsyncLLM and of the client of its core.
+    """A fake of vLLM's AsyncLLM and of its engine-core client.
 
     Outputs arrive in a queue, from which a slow handler takes them.
     """
@@ -74,7 +74,7 @@ class Client:
 
 
 def sampled(requests: str, *phases: list[dict[str, list[int]]]) -> dict[str, tuple[int, ...]]:
-    """Return the versions of each request.
+    """Return the weight versions recorded for each request.
 
     In each phase some outputs arrive, and then the version of the weights changes.
     """
@@ -89,7 +89,7 @@ def sampled(requests: str, *phases: list[dict[str, list[int]]]) -> dict[str, tup
             await versions.switch(version)
         handler.cancel()
         found = {name: versions.pop(name) for name in requests}
-        assert not any(versions.pop(name) for name in requests)  # nothing is kept
+        assert not any(versions.pop(name) for name in requests)  # no request's versions are kept
         return found
 
     return asyncio.run(run())

@@ -58,7 +58,7 @@ def written(folder: Path, *episodes: Trajectory) -> EpisodeFolder:
 @IN_ONE_FOLDER
 @given(st.lists(anything(), max_size=3))
 def test_episodes_are_read_back_unchanged(tmp_path: Path, episodes: list[Trajectory]) -> None:
-    """The comparison is by `repr`, in which a tuple differs from a list, and NaN equals NaN."""
+    """The comparison uses `repr`, so a tuple differs from a list and NaN equals NaN."""
     assert repr(written(tmp_path, *episodes).read("step", 7)) == repr(episodes)
 
 
@@ -89,7 +89,7 @@ def test_file_is_gzipped_json_lines_with_a_header(tmp_path: Path) -> None:
 
 
 def test_identical_episodes_are_written_as_identical_bytes(tmp_path: Path) -> None:
-    """A resumed run that generates the same samples writes the same files at any time."""
+    """A resumed run that generates the same samples writes the same files, whatever the time."""
     one, two = (written(tmp_path / name, episode(score=1.0)).file("step", 7) for name in "ab")
     assert one.read_bytes() == two.read_bytes()
 
@@ -146,7 +146,7 @@ def test_truncated_file_raises_an_error_wherever_it_ends(tmp_path: Path) -> None
 @IN_ONE_FOLDER
 @given(st.data())
 def test_flipped_bit_raises_an_error_or_is_harmless(tmp_path: Path, data: st.DataObject) -> None:
-    """A few bits in the gzip header are harmless, such as the date."""
+    """A few bits of the gzip header, such as those of the date, are harmless."""
     episodes = [episode(index, score=float(index), actions=5) for index in range(3)]
     folder = written(tmp_path, *episodes)
     content = bytearray(folder.file("step", 7).read_bytes())
@@ -159,7 +159,7 @@ def test_flipped_bit_raises_an_error_or_is_harmless(tmp_path: Path, data: st.Dat
 
 
 def edited(folder: EpisodeFolder, *lines: Any) -> EpisodeFolder:
-    """Rewrite the file from `lines`: a number selects an old line, other values become JSON."""
+    """Rewrite the file from `lines`: a number selects an old line, and other values become JSON."""
     path = folder.file("step", 7)
     old = gzip.decompress(path.read_bytes()).splitlines()
     new = [old[line] if isinstance(line, int) else json.dumps(line).encode() for line in lines]

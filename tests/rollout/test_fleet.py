@@ -1,4 +1,4 @@
-"""Restarts of lost engines by a fleet with fake processes, devices and Ray."""
+"""Restarts of lost engines by a fleet, with fake processes, fake devices and a fake Ray."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ HERE = Machine(name="here", slots=4, id="1")
 
 
 class Slots:
-    """Fake slots on a machine."""
+    """Fake placement slots on a machine."""
 
     machine = HERE
 

@@ -1,7 +1,7 @@
 """Generation on the real stack: the generator, and vLLM engines on the CPU.
 
 Transformers recomputes the engines' log-probabilities. Two engines differ only in their index, a
-third one speculates, and a fourth one prefills prompts in parts.
+third uses speculative decoding, and a fourth prefills prompts in chunks.
 """
 
 from __future__ import annotations
@@ -163,7 +163,7 @@ def tokens(samples: Sequence[Trajectory]) -> list[list[int]]:
 
 def test_samples_of_a_prompt_share_its_prefill(rollout, engines) -> None:
     samples, cost = rollout("plain", [replace(p, tokens=p.tokens[::-1]) for p in PROMPTS])
-    # One sample computes the prompt.
+    # The first sample computes the prompt.
     # Each of the other seven computes only the 8 tokens after the prompt's six full blocks.
     assert cost["timing/prefill_cached"] == pytest.approx(7 * 6 * BLOCK / (8 * 200))
     assert differences(engines["model"], samples).max() < 1e-4
@@ -238,7 +238,7 @@ def test_log_probabilities_with_top_k_are_renormalized_over_the_kept_tokens(
     samples, _ = rollout(kind, REFRAINS, replace(SPEC, rollout=replace(SPEC.rollout, top_k=5)))
     off = differences(engines["model"], samples, keep=5)
     assert off.max() < 1e-4 and off.mean() < 1e-5
-    # They differ from the log-probabilities over the full vocabulary.
+    # The renormalized values differ from the log-probabilities over the full vocabulary.
     assert differences(engines["model"], samples).mean() > 0.1
 
 

@@ -33,14 +33,14 @@ PROMPTS = [Prompt(index=index, text=f"prompt {index}", tokens=[index] * 40) for 
 
 
 class Engines:
-    """Engines whose samples consist of one token, the seed.
+    """Engines whose samples consist of a single token, whose id is the seed.
 
     Every sample of a prompt except the first finds the prompt in the cache.
     """
 
     def __init__(self, seconds: float = 1.0, slow: int | None = None) -> None:
-        self.seconds, self.slow = seconds, slow  # `slow`: the prompt that takes 101 s
-        self.asked: list[Any] = []  # keys
+        self.seconds, self.slow = seconds, slow  # prompt `slow` takes 101 s
+        self.asked: list[Any] = []  # the key of each call
 
     async def generate(
         self, key: Hashable, tokens: list[int], params: list[SamplingParams]
@@ -154,7 +154,7 @@ def test_stream_yields_a_filtered_group_and_starts_another_prompt() -> None:
 
 
 class Gate:
-    """A slow reward that counts running prompts, and never returns for prompt 5."""
+    """A slow reward function that counts running prompts and never returns for prompt 5."""
 
     reads = ()
 
@@ -247,7 +247,7 @@ def test_nonfinite_log_probability_fails_its_sample_and_names_the_engine(
             assert fact in (sample.error or "")
 
 
-# ---- the tail, computed by hand
+# ---- the generation tail, computed by hand
 
 
 def tail_seconds(spans: list[tuple[float, float]]) -> tuple[float, float]:
@@ -263,7 +263,7 @@ def tail_seconds(spans: list[tuple[float, float]]) -> tuple[float, float]:
 
 def test_tail_is_the_time_with_less_than_a_tenth_of_peak_concurrency() -> None:
     assert tail_seconds([(0, 1)] * 19 + [(0, 4)]) == (3, 4)
-    assert tail_seconds([(0, 1)] * 18 + [(0, 4)] * 2) == (0, 4)  # a tenth is not less than a tenth
+    assert tail_seconds([(0, 1)] * 18 + [(0, 4)] * 2) == (0, 4)  # 2 of 20 is exactly a tenth
     assert tail_seconds([(0, 1)] * 30 + [(0, 2)] + [(0, 5)]) == (4, 5)
 
 

@@ -9,8 +9,8 @@ import sys
 from openrlhf.rollout.engine_settings import engine_environment
 from tests.ranks import ROOT
 
-# `load` creates a new bias before filling it, like vLLM's loader for Transformers models
-# (`CausalMixin`).
+# Like vLLM's loader for Transformers models (`CausalMixin`), `load` creates a new bias before it
+# fills the bias.
 PROGRAM = """
 import torch
 from vllm.config import VllmConfig, set_current_vllm_config

@@ -1,4 +1,4 @@
-"""Replays: steps, filtering and prompt positions equal those of the recorded run."""
+"""Replays, whose steps, filtering and prompt positions equal those of the recorded run."""
 
 from __future__ import annotations
 
@@ -110,7 +110,7 @@ def run(
     source.resume(step=done, consumed=consumed, folder=Path())
     seen = []
     for trajectories in source:
-        rest = all(t.filtered for t in trajectories)  # the rest of an epoch, which yields no step
+        rest = all(t.filtered for t in trajectories)  # the rest of an epoch yields no step
         seen.append((source.step + rest, source.consumed, trajectories))
     return seen
 
@@ -135,7 +135,7 @@ def test_replay_yields_the_same_batches_as_the_recorded_run(
 ) -> None:
     """A replay can start at any step, even if the rest of an epoch is filtered and yields no step.
 
-    The labels are values that JSON cannot express.
+    The labels include values that JSON cannot represent.
     """
     fields: dict[str, Any] = {"batch_size": batch_size, "filtered": filtered}
     seen = dumped(tmp_path, Prompts(count), seed=seed, **fields)

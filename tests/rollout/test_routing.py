@@ -33,7 +33,7 @@ def test_key_moves_away_from_a_much_busier_engine_and_stays_there() -> None:
     router = Router(range(2))
     router.done("turn", router.pick("turn"))
     assert router.pick("long", SLACK) == 0
-    assert router.pick("turn") == 0  # just within the allowed slack
+    assert router.pick("turn") == 0  # the imbalance is just within the limit
     router.done("turn", 0)
     assert router.pick("long") == 0
     assert router.pick("turn") == 1
@@ -66,7 +66,7 @@ def test_router_forgets_the_oldest_key_beyond_the_limit(monkeypatch) -> None:
     homes = {key: router.pick(key) for key in "xyz"}
     for key, engine in homes.items():
         router.done(key, engine)
-    router.in_flight = {0: 1, 1: 0}  # x was forgotten and goes to the idle engine; z was not
+    router.in_flight = {0: 1, 1: 0}  # x was forgotten, so it goes to the idle engine; z was not
     assert (homes["x"], router.pick("x"), router.pick("z")) == (0, 1, 0)
 
 

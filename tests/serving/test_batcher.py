@@ -1,4 +1,4 @@
-"""Batching of concurrent requests: the requests in each batch, their scores and errors."""
+"""Batching of concurrent requests: which requests form a batch, their scores, and their errors."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ HOUR_S = 3600.0  # longer than the test timeout
 
 
 class Model:
-    """A model whose score for a text is its first token, and which raises an error for 13.
+    """A model whose score for a text is its first token, and which raises an error for token 13.
 
     Each batch waits for a permit from `turns`. `batches` records the batches so far.
     """
@@ -47,7 +47,7 @@ async def batching(
 async def send_while_busy(
     batcher: Batcher, model: Model, *requests: Texts
 ) -> list[asyncio.Task[list[float]]]:
-    """Send the first request, then the others while the model is busy with it."""
+    """Send the first request, then the other requests while the model is busy with the first."""
     tasks = [asyncio.create_task(batcher.scores(requests[0]))]
     while not model.batches:
         await asyncio.sleep(0.001)
@@ -57,7 +57,7 @@ async def send_while_busy(
 
 
 def batches_of(*requests: Texts, tokens: int = 100) -> tuple[list[Texts], list[list[float]]]:
-    """Return the resulting batches and the scores of each request.
+    """Return the batches that are formed and the scores of each request.
 
     All other requests are sent while the model scores the first one.
     """
@@ -151,7 +151,7 @@ def test_event_loop_keeps_running_while_texts_are_scored() -> None:
         model = Model(turns=0)
         async with batching(model) as batcher:
             (task,) = await send_while_busy(batcher, model, [[1]])
-            await asyncio.sleep(0.01)  # returns although the model is still busy
+            await asyncio.sleep(0.01)  # the event loop runs although the model is still busy
             model.turns.release()
             return await task
 

@@ -1,4 +1,4 @@
-"""Clients that connect but never complete a request do not block the server.
+"""Clients that connect but never complete a request, which must not block the server.
 
 Other clients still get responses, and idle connections are closed.
 """
@@ -96,7 +96,7 @@ def half_request(port: int, start: bytes) -> socket.socket:
 
 
 def is_closed(client: socket.socket) -> bool:
-    """Return whether the server closes the connection, possibly after sending a response."""
+    """Return whether the server has closed the connection, possibly after sending a response."""
     try:
         while client.recv(1 << 16):
             pass

@@ -1,4 +1,4 @@
-"""Requests to the server and its responses, with a model whose score for a text is its length."""
+"""Requests to the server and its responses. The model's score for a text is the text's length."""
 
 from __future__ import annotations
 
@@ -64,7 +64,7 @@ def test_entries_of_a_request_other_than_query_are_ignored() -> None:
     assert post(body).json()["rewards"] == [3.0]
 
 
-# Request body, response status, and beginning of the error message.
+# Each row: request body, response status, and beginning of the error message.
 INVALID: list[tuple[Any, int, str]] = [
     (b"", 422, "The request: Invalid JSON"),
     (b"query=one", 422, "The request: Invalid JSON"),
@@ -139,7 +139,7 @@ def test_texts_of_any_length_are_scored() -> None:
 
 
 def test_short_request_is_tokenized_before_an_earlier_long_one_finishes() -> None:
-    """The long request is tokenized in pieces, and the short one gets its turn in between."""
+    """The long request is tokenized in pieces, so the short request gets a turn in between."""
     first_piece = threading.Event()
     order: list[str] = []
 
@@ -175,7 +175,7 @@ def test_texts_of_a_request_are_not_logged(
 ) -> None:
     with caplog.at_level("DEBUG", logger="openrlhf"):
         post({"query": ["secret"]})
-        post({"query": ["secretsecret?"]})  # has 13 tokens, for which the model raises an error
+        post({"query": ["secretsecret?"]})  # the model raises an error for these 13 tokens
     printed = capsys.readouterr()
     assert "cannot score 13" in printed.err
     assert "secret" not in caplog.text + printed.out + printed.err

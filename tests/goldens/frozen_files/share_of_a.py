@@ -1,4 +1,4 @@
-"""A reward file: the share of the letter a in the response."""
+"""A reward file: the fraction of the response's characters that are the letter a."""
 
 
 def reward_func(queries, prompts, labels):

@@ -1,4 +1,4 @@
-"""Reward functions that query a remote engine. The label is the name of its model."""
+"""Reward functions that query a remote engine. The label names the engine's model."""
 
 from openrlhf.utils import ServerError, remote_engine
 

@@ -1,4 +1,4 @@
-"""A reward file as users write them: an exact match, with a metric and a line on stdout."""
+"""A typical user's reward file: an exact match, with a metric and a line on stdout."""
 
 from neighbour import normalised  # a file in the same folder
 

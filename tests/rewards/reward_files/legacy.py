@@ -1,4 +1,4 @@
-"""Reward functions of older releases: other signatures, and tensors instead of dicts."""
+"""Reward functions in the style of older releases: other signatures, tensors instead of dicts."""
 
 import torch
 

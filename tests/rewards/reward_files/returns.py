@@ -1,4 +1,4 @@
-"""Invalid and unusual return values. The first label selects the value that `returns` returns."""
+"""Invalid and unusual return values. The first label selects the return value of `returns`."""
 
 import math
 

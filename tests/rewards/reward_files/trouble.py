@@ -173,7 +173,7 @@ def babble(part, characters):
 
 
 def meet(folder):
-    """Return as soon as two processes run this function at the same time."""
+    """Wait until two processes run this function at the same time."""
     open(os.path.join(folder, f"{os.getpid()}.met"), "w").close()
     while sum(name.endswith(".met") for name in os.listdir(folder)) < 2:
         time.sleep(0.01)
