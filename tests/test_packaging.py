@@ -126,7 +126,7 @@ def installed(tmp_path: Path) -> Path:
 
 @pytest.mark.verify
 @pytest.mark.timeout(3600)
-def test_a_wheel_trains_outside_the_checkout(installed: Path, tmp_path: Path) -> None:
+def test_wheel_trains_outside_the_checkout(installed: Path, tmp_path: Path) -> None:
     work = tmp_path / "work"
     work.mkdir()
     save_tiny_model(work / "model", hidden_size=128)  # the engine needs head size 32 on a CPU

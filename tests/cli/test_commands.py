@@ -319,7 +319,7 @@ def test_unknown_command_error_names_unreadable_plugin(
     assert capsys.readouterr().err == "error: --plugin gone.py is not a readable Python file.\n"
 
 
-def test_verb_after_local_rank_of_deepspeed_is_found(
+def test_command_after_deepspeed_local_rank_is_recognized(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
     with pytest.raises(SystemExit):

@@ -219,7 +219,7 @@ def test_unused_eps_clip_gets_a_notice(capsys: pytest.CaptureFixture[str]) -> No
     assert "--actor.eps_clip has no effect" in capsys.readouterr().err
 
 
-def test_remote_engines_that_nothing_asks_are_pointed_out(
+def test_unused_remote_engines_get_a_notice(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     (tmp_path / "reward.py").write_text("")
@@ -511,7 +511,7 @@ def test_resolve_is_idempotent(command: str) -> None:
     assert config.resolve(command=command)[0] == config
 
 
-def test_the_switch_of_ipo_is_its_loss() -> None:
+def test_ipo_switch_selects_the_ipo_loss() -> None:
     assert parse("train_dpo", "--model.ipo_enable").model.loss_type == "ipo"
     assert violations("train_dpo", "--model.ipo_enable --model.loss_type hinge") == [
         "--model.ipo_enable (--model.loss_type ipo) and --model.loss_type hinge contradict each "

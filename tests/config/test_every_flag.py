@@ -121,12 +121,10 @@ ALSO_CALLED = {
 }
 # Flags that take effect elsewhere, and the test that shows the effect of each.
 SHOWN_BY = {
-    "model.ipo_enable": "config/test_derived.py::test_the_switch_of_ipo_is_its_loss",
-    "plugin": "config/test_plugins.py::test_names_of_a_plugin_are_valid_and_its_properties_count",
-    "local_rank": "cli/test_commands.py::test_verb_after_local_rank_of_deepspeed_is_found",
-    "rollout.remote_engines": (
-        "config/test_derived.py::test_remote_engines_that_nothing_asks_are_pointed_out"
-    ),
+    "model.ipo_enable": "config/test_derived.py::test_ipo_switch_selects_the_ipo_loss",
+    "plugin": "config/test_plugins.py::test_names_and_traits_that_a_plugin_registers_are_used",
+    "local_rank": "cli/test_commands.py::test_command_after_deepspeed_local_rank_is_recognized",
+    "rollout.remote_engines": ("config/test_derived.py::test_unused_remote_engines_get_a_notice"),
 }
 
 

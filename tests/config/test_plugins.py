@@ -34,7 +34,7 @@ def plugin(tmp_path: Path) -> Iterator[Path]:
             del table[name]
 
 
-def test_names_of_a_plugin_are_valid_and_its_properties_count(plugin: Path) -> None:
+def test_names_and_traits_that_a_plugin_registers_are_used(plugin: Path) -> None:
     line = f"--plugin {plugin} --algo.advantage.estimator mine --actor.policy_loss_type my_loss"
     (sentence,) = violations("train_ppo_ray", line)
     assert "--algo.advantage.estimator mine compares the samples of a prompt" in sentence

@@ -91,9 +91,7 @@ def unequal(source: Source) -> list[dict[str, Any]]:
 
 
 @AMOUNTS
-def test_hh_rlhf_as_pairs_of_a_reward_model_and_of_dpo(
-    count: int, read: Callable[..., Source]
-) -> None:
+def test_hh_rlhf_as_reward_model_and_dpo_pairs(count: int, read: Callable[..., Source]) -> None:
     source = read(HH, count)
     lines = unequal(source)
     whole = PreferenceDataset(source.rows, TOKENIZER, section(RMConfig, source.rows))
@@ -143,7 +141,7 @@ def test_hh_rlhf_as_conversations(count: int, read: Callable[..., Source]) -> No
 
 
 @AMOUNTS
-def test_gsm8k_as_recognised_prompts_and_answers(count: int, read: Callable[..., Source]) -> None:
+def test_detected_prompts_and_answers_of_gsm8k(count: int, read: Callable[..., Source]) -> None:
     source = read("gsm8k/train.jsonl", count)
     rows = SFTDataset(source.rows, TOKENIZER, section(SFTConfig, source.rows))
     prompts = PromptDataset(
@@ -170,9 +168,7 @@ def steps_example() -> Any:
 
 
 @AMOUNTS
-def test_the_steps_of_gsm8k_solutions_as_rows_of_a_process_reward_model(
-    count: int, data_dir: Path
-) -> None:
+def test_gsm8k_solution_steps_as_process_reward_model_rows(count: int, data_dir: Path) -> None:
     lines = (data_dir / "gsm8k/example_model_solutions.jsonl").read_text().splitlines()[:count]
     made = list(steps_example().rows(lines, "<think>"))
     assert len(made) == 4 * len(lines)

@@ -98,7 +98,7 @@ def test_trainer_recomputes_the_logprobs_recorded_over_several_turns(
 
 
 @pytest.mark.verify
-def test_the_same_seed_gives_the_same_episodes_in_any_number_of_processes(
+def test_same_seed_gives_the_same_episodes_with_any_number_of_processes(
     workspace: Path, game: Path
 ) -> None:
     flags: Flags = {

@@ -41,7 +41,7 @@ def flags(workspace: Path, folder: Path, model: str, **changes: Any) -> dict[str
 
 @pytest.mark.verify
 @pytest.mark.parametrize("kind", ["mixtral", "qwen3-moe"])
-def test_two_processes_learn_the_task_and_balance_the_experts(workspace: Path, kind: str) -> None:
+def test_two_processes_learn_the_task_with_balanced_experts(workspace: Path, kind: str) -> None:
     """If all experts are used equally, the balancing loss is 2, the number of experts per token.
 
     Training without the balancing loss increases this value.

@@ -304,7 +304,7 @@ def test_dry_run_prints_plan_and_prompts_without_starting_processes(workspace: P
         pytest.param({}, signal.SIGTERM, 143, "terminated", id="a termination"),
     ],
 )
-def test_a_run_that_ends_while_its_processes_start_leaves_nothing(
+def test_run_that_ends_during_startup_leaves_no_processes(
     workspace: Path,
     monkeypatch: pytest.MonkeyPatch,
     changes: dict[str, Any],
@@ -376,7 +376,7 @@ def test_zero3_with_two_ranks_and_two_engines_gives_the_same_result(
 @pytest.mark.verify
 @pytest.mark.usefixtures("cluster")
 @pytest.mark.parametrize("stages", [(2, 1), (3, 3)])
-def test_a_run_goes_on_with_another_number_of_ranks(
+def test_run_resumes_on_a_different_number_of_ranks(
     whole: Path, workspace: Path, stages: tuple[int, int]
 ) -> None:
     folder = workspace / f"cut{stages}"
@@ -418,7 +418,7 @@ def notes(folder: Path) -> list[str]:
 
 @pytest.mark.usefixtures("cluster")
 @pytest.mark.parametrize("stage", [pytest.param(2, marks=pytest.mark.verify), 3])
-def test_models_and_engines_on_the_same_devices_sleep_in_turn_and_come_to_the_same(
+def test_colocated_models_and_engines_that_sleep_in_turn_give_the_same_result(
     whole: Path, workspace: Path, stage: int
 ) -> None:
     """An engine with two workers shares the devices of two ranks.
@@ -460,7 +460,7 @@ def test_models_and_engines_on_the_same_devices_sleep_in_turn_and_come_to_the_sa
 
 @pytest.mark.verify
 @pytest.mark.usefixtures("cluster")
-def test_a_critic_and_reward_models_share_the_devices_too_and_offload_changes_nothing(
+def test_colocated_critic_and_reward_models_with_offload_give_the_same_result(
     workspace: Path,
 ) -> None:
     reward = save_reward_model(workspace / "reward", workspace / "model")
@@ -593,7 +593,7 @@ def test_several_optimizer_steps_per_batch_do_not_depend_on_the_layout(
         ),
     ],
 )
-def test_a_mixture_of_experts_is_balanced_and_published(
+def test_mixture_of_experts_is_balanced_and_published(
     workspace: Path, kind: str, changes: dict[str, Any]
 ) -> None:
     """The policy and the critic are trained, and every expert is published to the engine.
@@ -696,9 +696,7 @@ def test_failed_rewards_below_the_rate_are_counted_and_not_trained_on(
 
 @pytest.mark.usefixtures("cluster")
 @pytest.mark.parametrize("policy", [pytest.param("drop", marks=pytest.mark.verify), "-0.5"])
-def test_failed_rewards_are_dropped_or_replaced_whatever_their_rate(
-    workspace: Path, policy: str
-) -> None:
+def test_failed_rewards_are_dropped_or_replaced_at_any_rate(workspace: Path, policy: str) -> None:
     changes = {"reward.on_error": policy, "reward.max_error_rate": 0.0}
     folder, rows = troubled(workspace, f"on_error_{policy}", **changes)
     raised = [row for row in rows if "7" in row["response"]]
@@ -898,7 +896,7 @@ def test_prompts_generated_ahead_record_the_weight_version_they_were_sampled_wit
 @pytest.mark.parametrize("packing", [None, True], ids=["padded", "packed"])
 @pytest.mark.parametrize("ranks", [1, 2])
 @pytest.mark.parametrize("stage", [0, 1, 2, 3])
-def test_every_layout_comes_to_the_same(
+def test_every_layout_gives_the_same_result(
     whole: Path, workspace: Path, stage: int, ranks: int, packing: bool | None
 ) -> None:
     folder = workspace / f"layout-{stage}-{ranks}-{packing}"
@@ -914,7 +912,7 @@ def test_every_layout_comes_to_the_same(
 
 @pytest.mark.verify
 @pytest.mark.timeout(1800)
-def test_a_run_killed_again_and_again_logs_what_an_unbroken_one_logs(
+def test_repeatedly_killed_run_logs_the_same_metrics_as_an_uninterrupted_run(
     whole: Path, workspace: Path
 ) -> None:
     """The run is killed at a random time after its next step, again and again until it completes.

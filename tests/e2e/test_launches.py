@@ -111,7 +111,7 @@ def alone(workspace: Path) -> Path:
     ],
     ids=["deepspeed-zero2", "torchrun-zero3"],
 )
-def test_a_reward_model_of_two_processes_is_that_of_one(
+def test_reward_model_trained_by_two_processes_matches_one_process(
     alone: Path, workspace: Path, launcher: tuple[str, ...], stage: int
 ) -> None:
     """Losses agree only to 1e-5, because sums are computed in a different order."""
@@ -330,7 +330,7 @@ def test_finished_job_leaves_no_processes_on_the_cluster() -> None:
 
 
 @pytest.mark.verify
-def test_a_job_without_a_working_directory_runs_where_ray_was_started(
+def test_job_without_a_working_directory_runs_in_rays_start_directory(
     cluster: Cluster, workspace: Path
 ) -> None:
     ppo = PRINTED["PPO as a job"]
@@ -344,9 +344,7 @@ def test_a_job_without_a_working_directory_runs_where_ray_was_started(
 
 
 @pytest.mark.verify
-def test_a_job_that_is_stopped_ends_with_all_its_processes(
-    cluster: Cluster, workspace: Path
-) -> None:
+def test_stopped_job_ends_with_all_its_processes(cluster: Cluster, workspace: Path) -> None:
     ppo = PRINTED["PPO as a job, from this folder"]
     line = f"{ppo.text} {ppo.missing} --train.num_episodes 10000".replace(
         "submit", "submit --submission-id endless"

@@ -77,7 +77,7 @@ def submitted(arguments: list[str]) -> str:
 
 
 @pytest.mark.verify
-def test_a_machine_with_an_engine_is_gone_and_the_run_goes_on_with_the_others(
+def test_run_continues_after_losing_a_machine_with_an_engine(
     workspace: Path, cluster: tuple[dict[str, str], subprocess.Popen[bytes]]
 ) -> None:
     variables, second = cluster

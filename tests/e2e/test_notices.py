@@ -57,7 +57,7 @@ def test_learning_rate_of_zero_prints_a_notice(workspace: Path) -> None:
 
 
 @pytest.mark.verify
-def test_a_reward_that_never_differs_is_noticed(workspace: Path) -> None:
+def test_rewards_that_never_differ_print_a_notice(workspace: Path) -> None:
     folder = workspace / "run"
     write_rows(workspace / "prompts.jsonl", words(PROMPTS, seed=1))
     (workspace / "wrong.py").write_text(ALWAYS_WRONG)

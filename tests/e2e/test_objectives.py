@@ -81,7 +81,7 @@ def test_all_loss_terms_are_trained_on_and_logged(whole: Path) -> None:
 
 
 @pytest.mark.verify
-def test_a_killed_run_resumes_to_the_same_numbers_with_the_same_text(
+def test_killed_run_resumes_with_the_same_metrics_and_pretraining_text(
     whole: Path, workspace: Path
 ) -> None:
     folder = workspace / "killed"

@@ -102,7 +102,7 @@ def test_plugin_task_loss_matches_its_formula(alone: Path, workspace: Path) -> N
         pytest.param(("torchrun", "--nproc_per_node", "2", "-m"), id="torchrun"),
     ],
 )
-def test_two_processes_do_what_one_does(
+def test_two_processes_give_the_same_result_as_one(
     alone: Path, workspace: Path, launcher: tuple[str, ...]
 ) -> None:
     folder = workspace / launcher[0]
@@ -145,7 +145,7 @@ PLUGIN = ROOT / "tests/e2e/plugin_files/distillation.py"
 
 @pytest.mark.verify
 @pytest.mark.parametrize("task", ["stay_close", "above_average"])
-def test_a_frozen_model_and_a_number_of_the_window_do_not_depend_on_the_split(
+def test_frozen_model_and_window_total_do_not_depend_on_the_split(
     workspace: Path, task: str
 ) -> None:
     """The single process uses whole batches.

@@ -149,7 +149,9 @@ def test_replay_logs_the_metrics_of_the_run_without_engines_or_rewards(
 
 
 @pytest.mark.verify
-def test_a_resumed_run_writes_its_steps_anew(written: Path, workspace: Path) -> None:
+def test_resumed_run_rewrites_the_episode_files_of_its_steps(
+    written: Path, workspace: Path
+) -> None:
     """On a CPU the rewritten files are identical. Old files for those steps are moved aside."""
     folder = workspace / "continued"
     shutil.copytree(written, folder)

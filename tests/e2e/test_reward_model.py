@@ -255,7 +255,7 @@ def test_kl_coefficient_adapts_to_its_target(ppo: Path) -> None:
 
 
 @pytest.mark.verify
-def test_a_killed_run_resumes_with_critic_optimizers_and_kl_coefficient(
+def test_killed_run_resumes_with_critic_optimizers_and_kl_coefficient(
     workspace: Path, reward_model: Path, ppo: Path
 ) -> None:
     """The metrics, the exported policy and the exported critic are identical to the last digit."""
@@ -272,7 +272,7 @@ def test_a_killed_run_resumes_with_critic_optimizers_and_kl_coefficient(
 
 
 @pytest.mark.verify
-def test_ranks_micro_batches_and_shared_hosts_do_not_change_what_is_learned(
+def test_ranks_micro_batches_and_shared_hosts_do_not_change_the_result(
     workspace: Path, reward_model: Path, ppo: Path
 ) -> None:
     """Actor and critic use ZeRO-3 on two ranks, and every role has its own hosts.

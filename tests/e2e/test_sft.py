@@ -168,7 +168,7 @@ def loss_in_transformers(model: Path) -> float:
         ),
     ],
 )
-def test_two_processes_do_what_one_does(
+def test_two_processes_give_the_same_result_as_one(
     whole: Path, workspace: Path, launcher: tuple[str, ...], stage: int
 ) -> None:
     """Losses agree to 1e-4: sums are in a different order, and AdamW amplifies the difference."""
@@ -223,7 +223,7 @@ def check_that_one_process_goes_on(flags: dict[str, Any], folder: Path, whole: P
         ("torchrun", "--nproc_per_node", "2", "-m"),
     ],
 )
-def test_two_processes_tell_of_a_broken_row_once(
+def test_two_processes_report_a_broken_row_once(
     workspace: Path, tmp_path: Path, launcher: tuple[str, ...]
 ) -> None:
     broken = [*task_rows(40, seed=1), {"input": None, "output": "a"}]
@@ -266,7 +266,9 @@ def test_resumed_run_logs_the_same_metrics_as_an_uninterrupted_run(
 
 
 @pytest.mark.verify
-def test_a_resumed_run_with_dropout_logs_what_an_unbroken_one_logs(workspace: Path) -> None:
+def test_resumed_run_with_dropout_logs_the_same_metrics_as_an_uninterrupted_run(
+    workspace: Path,
+) -> None:
     """SFT and a reward model use the same dropout masks after a checkpoint within an epoch."""
     save_tiny_model(workspace / "dropout", attention_dropout=0.3)
     pairs = [
@@ -523,7 +525,7 @@ def test_user_error_exits_with_status_2_and_prints_only_the_message(
 
 @pytest.mark.verify
 @pytest.mark.timeout(1200)
-def test_a_run_killed_again_and_again_at_any_moment_logs_what_an_unbroken_one_logs(
+def test_run_repeatedly_killed_at_any_moment_logs_the_same_metrics_as_an_uninterrupted_run(
     whole: Path, workspace: Path
 ) -> None:
     """Each run is killed after a random fraction of a full run's duration, until one completes."""

@@ -113,7 +113,7 @@ def send_when(
         pytest.param(signal.SIGSTOP, 0.05, marks=pytest.mark.verify),
     ],
 )
-def test_an_engine_that_is_killed_or_hangs_starts_again_and_nothing_is_lost(
+def test_engine_that_is_killed_or_hangs_restarts_without_losing_samples(
     whole: Path, workspace: Path, number: signal.Signals, delay: float
 ) -> None:
     """The engine is killed while it is generating, idle, or receiving weights."""
@@ -135,7 +135,7 @@ def test_an_engine_that_is_killed_or_hangs_starts_again_and_nothing_is_lost(
 
 
 @pytest.mark.verify
-def test_an_engine_joins_while_the_run_goes_on(whole: Path, workspace: Path) -> None:
+def test_engine_can_join_a_running_run(whole: Path, workspace: Path) -> None:
     folder = workspace / "joined"
     more = {"vllm.max_engines": 2, "train.num_episodes": 30, "ckpt.save_steps": -1}
     done = run("train_ppo_ray", flags(workspace, folder, **more))

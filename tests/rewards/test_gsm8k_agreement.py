@@ -51,7 +51,7 @@ def test_verifier_agrees_with_gsm8k_on_a_slice(style: str):
 
 @pytest.mark.verify
 @pytest.mark.parametrize("style", FORMATS)
-def test_the_verifier_agrees_with_gsm8k_on_all_solutions(style: str):
+def test_verifier_agrees_with_gsm8k_on_all_solutions(style: str):
     rows = problems()
     assert len(rows) == 1319
     assert disagreements(rows, style) == []

@@ -696,7 +696,7 @@ def test_every_parameter_of_an_architecture_reaches_the_engine(ray_session, tmp_
 
 @pytest.mark.verify
 @pytest.mark.parametrize("original", [16, MAX_LEN])
-def test_longrope_has_the_frequencies_of_the_longest_sequence_in_engine_and_trainer(
+def test_longrope_uses_the_frequencies_for_the_longest_sequence_in_engine_and_trainer(
     ray_session, tmp_path, original
 ):
     """The engine chooses the frequencies according to its max_model_len.

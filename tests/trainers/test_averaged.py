@@ -43,9 +43,7 @@ def exported(folder: Path, case: str, run: str) -> Path:
 
 
 @pytest.mark.parametrize("case", [*WHOLE, *ADAPTED])
-def test_the_export_is_the_average_over_the_steps_that_were_applied(
-    folder: Path, case: str
-) -> None:
+def test_export_is_the_average_over_the_applied_steps(folder: Path, case: str) -> None:
     """The average is p̄ ← β p̄ + (1 − β) p, starting at the initial weights.
 
     A step with a NaN gradient does not count.
@@ -85,7 +83,7 @@ def test_every_zero_stage_exports_the_same_average(folder: Path) -> None:
 
 
 @pytest.mark.parametrize("case", WHOLE)
-def test_a_reward_model_stores_mean_and_deviation_of_the_rewards_of_its_average(
+def test_reward_model_stores_reward_mean_and_deviation_of_its_averaged_weights(
     folder: Path, case: str
 ) -> None:
     model = load_scalar(load_spec(folder / case / "whole"), require_head=True)

@@ -127,7 +127,7 @@ def test_engine_comparison_fails_for_different_weights_and_passes_after_publicat
 
 
 @pytest.mark.verify
-def test_an_engine_that_dies_while_weights_are_sent_starts_again_with_them(stack: Stack) -> None:
+def test_engine_killed_during_publication_restarts_with_the_new_weights(stack: Stack) -> None:
     """The engine may restart once. Its second death closes the fleet, so this test runs last."""
     fleet = stack.fleet
     notes: list[str] = []

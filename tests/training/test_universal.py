@@ -42,7 +42,7 @@ def run(ranks: int, model: str, *runs: list[Any]) -> None:
         ),
     ],
 )  # fmt: skip
-def test_a_run_goes_on_with_another_number_of_ranks(
+def test_run_resumes_on_a_different_number_of_ranks(
     before: tuple[int, list[tuple[int, str]]],
     after: tuple[int, list[tuple[int, str]]],
     tmp_path: Path,
@@ -89,7 +89,7 @@ def test_a_run_goes_on_with_another_number_of_ranks(
 
 
 @pytest.mark.verify
-def test_a_checkpoint_that_cannot_be_converted_is_named(tmp_path: Path) -> None:
+def test_error_names_the_checkpoint_that_cannot_be_converted(tmp_path: Path) -> None:
     model = save_tiny_model(tmp_path / "model")
     run(2, model, [2, "fp32", 0, 1, None, str(tmp_path / "first")])
     damaged = tmp_path / "damaged"

@@ -27,7 +27,7 @@ COLUMNS = [
 
 
 @pytest.mark.parametrize("seed", [1, 2, 3], ids="seed{}".format)
-def test_rewards_teach_an_agent_to_use_its_tool(tmp_path: Path, seed: int) -> None:
+def test_rewards_teach_an_agent_to_use_its_tool_more_often(tmp_path: Path, seed: int) -> None:
     make_task(tmp_path, seed=seed)
     places = {
         "run.dir": tmp_path / "sft",

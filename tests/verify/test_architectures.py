@@ -109,7 +109,9 @@ def outcome(way: str, model: Path, workspace: Path, folder: Path) -> str:
 
 
 @pytest.mark.timeout(3600)
-def test_architectures_train_in_every_way_or_are_refused_with_the_reason(tmp_path: Path) -> None:
+def test_every_architecture_trains_with_each_command_or_is_rejected_with_a_reason(
+    tmp_path: Path,
+) -> None:
     workspace, table = make_workspace(tmp_path), []
     write_rows(
         workspace / "prompts.jsonl",

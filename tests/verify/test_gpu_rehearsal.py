@@ -12,7 +12,7 @@ import pytest
 pytestmark = pytest.mark.verify
 
 
-def test_what_a_cpu_can_run_of_the_checks_passes(tmp_path: Path) -> None:
+def test_all_gpu_checks_that_can_run_on_a_cpu_pass(tmp_path: Path) -> None:
     output = tmp_path / "seen.json"
     subprocess.run(
         [sys.executable, "-m", "tests.gpu.run", "--rehearse", "--output", str(output)], check=False

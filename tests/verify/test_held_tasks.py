@@ -78,7 +78,7 @@ def test_outcome_compares_each_problem_with_itself() -> None:
 @pytest.mark.parametrize("seed", [1, 2, 3], ids="seed{}".format)
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("task", TASKS)
-def test_reinforcement_learning_ends_no_worse_than_it_started(
+def test_reinforcement_learning_does_not_make_the_model_worse(
     task: str, dtype: str, seed: int, tmp_path: Path
 ) -> None:
     chain = run_chain(tmp_path, task, dtype, seed)

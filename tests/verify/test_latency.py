@@ -22,7 +22,7 @@ NUMBERS = (
 
 
 @pytest.mark.timeout(1800)
-def test_the_comparison_is_put_on_record() -> None:
+def test_synchronous_and_asynchronous_speeds_are_recorded() -> None:
     """Speeds are not asserted because they depend on the machine and its load."""
     rows = []
     for queue, staleness in ((2, 16), (4, 16)):

@@ -96,7 +96,7 @@ def train(command: str, flags: list[str | Path]) -> None:
 
 @pytest.mark.parametrize("seed", [1, 2, 3], ids="seed{}".format)
 @pytest.mark.parametrize("name", RUNS)
-def test_held_out_problems_are_solved_more_often(name: str, seed: int, folder: Path) -> None:
+def test_training_raises_held_out_pass_at_1(name: str, seed: int, folder: Path) -> None:
     task, model = supervised(folder, seed)
     out = folder / f"{name}-{seed}"
     method, own = flag_sets()[name], RUNS[name].split()

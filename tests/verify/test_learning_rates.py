@@ -26,7 +26,7 @@ SETTINGS = [
 
 
 @pytest.mark.timeout(3600)
-def test_a_high_rate_without_warm_up_undoes_what_the_model_knew_in_either_precision(
+def test_high_learning_rate_without_warmup_makes_the_model_worse_in_either_precision(
     tmp_path: Path,
 ) -> None:
     for seed in SEEDS:

@@ -49,7 +49,7 @@ COLUMNS = [
 
 
 @pytest.mark.timeout(3600)
-def test_every_row_passes_through_every_offline_trainer(data_dir: Path, tmp_path: Path) -> None:
+def test_every_row_is_trained_on_by_every_offline_trainer(data_dir: Path, tmp_path: Path) -> None:
     with gzip.open(data_dir / "hh-rlhf" / "harmless-base-test.jsonl.gz", "rt") as lines:
         pairs = [json.loads(line) for line in lines]
     graded = (data_dir / "gsm8k" / "example_model_solutions.jsonl").read_text().splitlines()

@@ -43,7 +43,9 @@ def run(example: str, folder: Path) -> str:
 
 
 @pytest.mark.parametrize("example", LIFTED)
-def test_an_example_learns_and_is_done(example: str, tmp_path: Path) -> None:
+def test_example_pipeline_learns_and_has_nothing_left_to_do_when_rerun(
+    example: str, tmp_path: Path
+) -> None:
     run(example, tmp_path)
     before, after, number = LIFTED[example]
     assert column(tmp_path / after, number)[-1] > column(tmp_path / before, number)[0]

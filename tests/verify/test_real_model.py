@@ -184,7 +184,7 @@ def train_reward_model(model: Path, data: Path, out: Path, seed: int) -> Path:
 @pytest.mark.timeout(5400)
 @pytest.mark.parametrize("seed", SEEDS, ids="seed{}".format)
 @pytest.mark.parametrize("name", RUNS)
-def test_a_real_model_learns(
+def test_real_model_learns(
     name: str,
     seed: int,
     model: Path,

@@ -114,7 +114,7 @@ def put_on_record(fault: str, noticed: float | None, goes_on: float, how: str) -
         ("an engine hangs (`--vllm.hang_timeout 3`)", signal.SIGSTOP, {"vllm.hang_timeout": 3}),
     ],
 )
-def test_an_engine_is_lost(
+def test_recovery_time_after_an_engine_is_lost(
     fault: str, number: signal.Signals, more: dict[str, Any], workspace: Path
 ) -> None:
     folder = workspace / f"engine-{number}"
@@ -134,7 +134,7 @@ def test_an_engine_is_lost(
     )
 
 
-def test_a_training_process_is_killed(workspace: Path) -> None:
+def test_recovery_time_after_a_training_process_is_killed(workspace: Path) -> None:
     with watched(
         launch(
             "train_ppo_ray",
@@ -153,7 +153,7 @@ def test_a_training_process_is_killed(workspace: Path) -> None:
     )
 
 
-def test_the_command_is_killed_or_terminated(workspace: Path) -> None:
+def test_restart_and_shutdown_times_after_sigkill_and_sigterm(workspace: Path) -> None:
     settings = flags(workspace, workspace / "command", **LONG)
     with watched(launch("train_ppo_ray", settings)) as run:
         run.wait_for("^step +2/")
@@ -175,7 +175,7 @@ def test_the_command_is_killed_or_terminated(workspace: Path) -> None:
     )
 
 
-def test_a_machine_is_lost(
+def test_recovery_time_after_a_machine_is_lost(
     workspace: Path, cluster: tuple[dict[str, str], subprocess.Popen[bytes]]
 ) -> None:
     variables, second = cluster

@@ -97,7 +97,7 @@ async def load(url: str, texts: list[str], clients: int, cell: Cell) -> list[flo
 
 
 @pytest.mark.timeout(1800)
-def test_batching_changes_no_score_and_what_it_gains_is_recorded(tmp_path: Path) -> None:
+def test_batching_changes_no_score_and_its_speedup_is_recorded(tmp_path: Path) -> None:
     model, texts = save_model(tmp_path), texts_of(REQUESTS)
     cells = {(clients, name): Cell([]) for clients in CLIENTS for name in SERVERS}
     with ExitStack() as running:

@@ -85,7 +85,7 @@ def answers(url: str) -> bool:
 
 
 @pytest.mark.parametrize("kind", ["qwen2-tied", "llama"])
-def test_an_exported_model_gives_the_same_greedy_tokens_behind_a_stock_server(
+def test_stock_vllm_server_generates_the_same_greedy_tokens_from_an_exported_model(
     kind: str, tmp_path: Path
 ) -> None:
     save_tiny_model(tmp_path / "model", kind, **HEADS)
@@ -126,7 +126,7 @@ def test_an_exported_model_gives_the_same_greedy_tokens_behind_a_stock_server(
             assert answer["choices"][0]["token_ids"] == expected[len(tokens) :].tolist(), question
 
 
-def test_a_student_learns_the_same_from_a_stock_server_as_from_a_teacher_beside_it(
+def test_student_learns_the_same_from_a_stock_server_as_from_a_local_teacher(
     tmp_path: Path,
 ) -> None:
     for name, seed in (("student", 0), ("teacher", 5)):
@@ -163,7 +163,7 @@ def test_a_student_learns_the_same_from_a_stock_server_as_from_a_teacher_beside_
         assert served == pytest.approx(beside, rel=1e-3, abs=1e-5)
 
 
-def test_a_remote_teacher_behind_a_stock_server_says_what_transformers_say(
+def test_teacher_on_a_stock_server_returns_the_log_probabilities_of_transformers(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     save_tiny_model(tmp_path / "model", **HEADS)

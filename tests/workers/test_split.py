@@ -164,7 +164,7 @@ def test_loss_and_weights_are_the_same_in_a_subset_of_the_layouts(
 @pytest.mark.verify
 @pytest.mark.timeout(3600)
 @pytest.mark.parametrize("ranks", [1, 2])
-def test_every_layout_comes_to_the_same_loss_and_weights(
+def test_every_layout_gives_the_same_loss_and_weights(
     model: str, plain: dict[tuple[str, str], Outcome], ranks: int, tmp_path: Path
 ) -> None:
     compare(model, plain, ranks, MATRIX, tmp_path)
