@@ -30,8 +30,9 @@ from openrlhf.rollout.generator import Generator, RolloutGenerator, as_sampled
 from openrlhf.rollout.recorded import DumpingGenerator, ReplayGenerator
 from openrlhf.trainers.async_source import AsyncSource
 from openrlhf.trainers.engine_comparison import EngineComparison
+from openrlhf.trainers.evaluation import Evaluate
 from openrlhf.trainers.experience_maker import ExperienceMaker
-from openrlhf.trainers.ppo import Evaluate, PPOTrainer, assemble
+from openrlhf.trainers.ppo import PPOTrainer, assemble
 from openrlhf.trainers.remote_teacher import RemoteTeacher, RemoteTeacherStage
 from openrlhf.trainers.rollout_only import RolloutOnly
 from openrlhf.trainers.sources import Source, SyncSource, evaluate

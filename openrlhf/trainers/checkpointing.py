@@ -1,20 +1,18 @@
-"""Checkpoints and exports of an RL run: trained models, prompt position and best evaluation."""
+"""Checkpoints of an RL run: trained models, prompt position and best evaluation."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any
-
-from transformers import PreTrainedTokenizerBase
 
 from openrlhf.algorithms.kl import KLController
 from openrlhf.checkpoints.manager import SAVE_FAILED, CheckpointManager
 from openrlhf.checkpoints.manifest import Checkpoint, CheckpointError, RunState, StagedCheckpoint
-from openrlhf.cluster.worker_group import WorkerGroup, gather
+from openrlhf.cluster.worker_group import gather
 from openrlhf.config.learning import RLFlags
 from openrlhf.observability.recorder import Recorder
 from openrlhf.trainers.best import BestMetric
 from openrlhf.trainers.clock import Clock
+from openrlhf.trainers.exporting import Exporting
 from openrlhf.trainers.sources import Source
 from openrlhf.workers.base import TrainedWorker
 
@@ -23,15 +21,13 @@ SOURCE = "_source"  # the checkpoint part with the samples waiting for training
 
 @dataclass(kw_only=True)
 class Checkpointing:
-    """Saves, resumes and exports an RL run."""
+    """Saves and resumes an RL run."""
 
     manager: CheckpointManager
-    policy: WorkerGroup
-    critic: WorkerGroup | None
-    tokenizer: PreTrainedTokenizerBase
     source: Source
     kl: KLController
     best: BestMetric
+    exporting: Exporting
     recorder: Recorder
     clock: Clock
     config: RLFlags
@@ -53,23 +49,26 @@ class Checkpointing:
         ckpt = self.config.ckpt
         if ckpt.disable_ds and not ckpt.save_hf:
             return
-        try:
-            with self.clock.part("checkpoint"):
-                staged = self.manager.begin(step, best=best, hf=ckpt.save_hf)
-                with self.manager.writing(staged):
-                    self._write(staged)
-                state = replace(
-                    self.start,
-                    step=step,
-                    epoch=self.source.epoch,
-                    consumed=self.source.consumed,
-                    kl_coef=self.kl.coef,
-                    **self.best.state(),
-                )
-                self.manager.commit(staged, state=state, metric_value=self.best.value_of(step))
-                self.saved = step
-        except CheckpointError as error:
-            self.recorder.display.note(SAVE_FAILED.format(step, error))
+        with self.clock.part("checkpoint"):
+            try:
+                self._write_and_commit(step, best=best)
+            except CheckpointError as error:
+                self.recorder.display.note(SAVE_FAILED.format(step, error))
+
+    def _write_and_commit(self, step: int, *, best: bool) -> None:
+        staged = self.manager.begin(step, best=best, hf=self.config.ckpt.save_hf)
+        with self.manager.writing(staged):
+            self._write(staged)
+        state = replace(
+            self.start,
+            step=step,
+            epoch=self.source.epoch,
+            consumed=self.source.consumed,
+            kl_coef=self.kl.coef,
+            **self.best.state(),
+        )
+        self.manager.commit(staged, state=state, metric_value=self.best.value_of(step))
+        self.saved = step
 
     def _write(self, staged: StagedCheckpoint) -> None:
         ckpt = self.config.ckpt
@@ -77,7 +76,7 @@ class Checkpointing:
             self._have_models(TrainedWorker.save_checkpoint, staged, "save a checkpoint")
             self.source.save(Path(staged.engine_dir(SOURCE)) / staged.tag)
         if ckpt.save_hf:
-            self._export_policy(staged.hf_dir, final=False)
+            self.exporting.write_policy(staged.hf_dir, final=False)
 
     def resume(self, checkpoint: Checkpoint) -> int:
         """Continue from a checkpoint and return its step."""
@@ -98,29 +97,13 @@ class Checkpointing:
             self.saved = step  # the models no longer hold this step's weights: do not save them
             self._have_models(TrainedWorker.load_checkpoint, checkpoint, "load the best weights")
 
-    def write_result(self) -> None:
-        """Write the trained models to --ckpt.output_dir at the end of the run."""
-        folder = Path(self.config.ckpt.output_dir).absolute()
-        self._export_policy(str(folder), final=True)
-        self.recorder.display.note(f"model: {folder}")
-        if self.critic and self.config.critic.save_value_network:
-            arguments = (self.tokenizer, f"{folder}_critic")
-            self._call(self.critic, TrainedWorker.export, arguments, "export the critic")
-
-    def _export_policy(self, path: str, *, final: bool) -> None:
-        arguments = (self.tokenizer, path, final)
-        self._call(self.policy, TrainedWorker.export, arguments, "export the policy")
-
     def _have_models(
         self, method: Callable[..., None], files: StagedCheckpoint, doing: str
     ) -> None:
         """Call `method` on all trained models, to write or read their files."""
-        for name, model in (("_actor", self.policy), ("_critic", self.critic)):
-            if model:
-                self._call(model, method, (files.engine_dir(name), files.tag), doing)
-
-    def _call(
-        self, model: WorkerGroup, method: Callable[..., None], arguments: Sequence[Any], doing: str
-    ) -> None:
-        calls = model.broadcast(method, *arguments)
-        gather(calls, timeout_s=self.config.train.step_timeout, doing=doing)
+        models = {"_actor": self.exporting.policy}
+        if self.exporting.critic:
+            models["_critic"] = self.exporting.critic
+        for name, model in models.items():
+            calls = model.broadcast(method, files.engine_dir(name), files.tag)
+            gather(calls, timeout_s=self.config.train.step_timeout, doing=doing)

@@ -1,6 +1,6 @@
 """The RL training loop. PPO, REINFORCE++, RLOO and GRPO differ only in `credit` and policy loss."""
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import KW_ONLY, dataclass, field
 
@@ -17,11 +17,13 @@ from openrlhf.observability.metrics import Last, Mean, Metric, merge_all, values
 from openrlhf.observability.recorder import Recorder
 from openrlhf.rewards.budget import RewardErrors
 from openrlhf.rollout.background import RolloutError
-from openrlhf.rollout.episode_metrics import evaluation_metrics, rollout_metrics
+from openrlhf.rollout.episode_metrics import rollout_metrics
 from openrlhf.trainers.best import BestMetric
 from openrlhf.trainers.checkpointing import Checkpointing
 from openrlhf.trainers.clock import Clock
+from openrlhf.trainers.evaluation import Evaluate, Evaluation
 from openrlhf.trainers.experience_maker import ExperienceMaker, StepBatch
+from openrlhf.trainers.exporting import Exporting
 from openrlhf.trainers.filtering import pass_rate
 from openrlhf.trainers.model_update import ModelUpdate
 from openrlhf.trainers.outcome import Outcome
@@ -29,8 +31,6 @@ from openrlhf.trainers.pretraining_mix import PretrainingMix
 from openrlhf.trainers.sources import Source
 from openrlhf.trainers.utilisation import utilisation
 from openrlhf.weights.publisher import WeightPublisher
-
-Evaluate = Callable[[int], list[Trajectory]]  # generates with the weights after the given step
 
 
 @dataclass(eq=False, repr=False)
@@ -42,9 +42,9 @@ class PPOTrainer:
     models: ModelUpdate
     weights: WeightPublisher
     _: KW_ONLY
-    play: Evaluate | None  # generates held-out episodes; None without held-out prompts
-    best: BestMetric
+    evaluation: Evaluation
     checkpointing: Checkpointing
+    exporting: Exporting
     recorder: Recorder
     clock: Clock
     hosts: Sequence[HostHandles]  # processes that run the models
@@ -69,7 +69,7 @@ class PPOTrainer:
                         metrics.append(self.improve(experience))  # V, π
                         self.publish()  # π_rollout ← π_θ
                     self.end_step(merge_all(metrics))
-                if self.evaluation_is_due:
+                if self.evaluation.is_due(self.step, last=self.is_last_step):
                     self.evaluate()
                 if self.checkpointing.is_due(self.step, stopped=self.stopped):
                     self.save()
@@ -81,16 +81,13 @@ class PPOTrainer:
         """Publish the initial or resumed weights, and evaluate them if an evaluation is due."""
         self.recorder.display.begin(self.source.total_steps, done=self.step)
         self.weights.publish(self.step)  # π_rollout ← π_θ
-        due = self.evaluation_is_due
-        if self.step == 0:
-            due = self.config.eval.at_start
-        if due and self.best.evaluated_at < self.step:
+        if self.evaluation.is_due_at_start(self.step, last=self.is_last_step):
             self.evaluate()
 
     def rollouts(self) -> Iterator[list[Trajectory]]:
         """Yield each step's episodes until the prompts run out or --eval.patience ends the run."""
         steps = iter(self.source)
-        while not self.best.exhausted:
+        while not self.evaluation.best.exhausted:
             with self.clock.part("generation"):
                 trajectories = next(steps, None)
             if trajectories is None:
@@ -155,10 +152,13 @@ class PPOTrainer:
         limit = self.config.algo.kl.stop_run
         if limit is not None and kl > limit:
             self.stopped = True
-            self.recorder.display.note(
+            note = (
                 f"The run ends after step {self.step}: the KL to the reference is {kl:.4g} nats "
                 f"per token, above --algo.kl.stop_run {limit:g}."
             )
+            if not self.evaluation.best.patience:
+                note += " The export contains the weights of this step."
+            self.recorder.display.note(note)
 
     def take_timing(self, metrics: dict[str, Metric]) -> dict[str, Metric]:
         """Return the duration of each part of the step, and how busy the models were."""
@@ -179,34 +179,16 @@ class PPOTrainer:
         """True if the current step is the last one."""
         return self.source.exhausted or self.stopped
 
-    @property
-    def evaluation_is_due(self) -> bool:
-        """True if this step's weights must be evaluated. The last step's weights always are.
-
-        A step is evaluated before its checkpoint is written.
-        """
-        every = self.config.eval.steps
-        return every > 0 and (self.is_last_step or self.step % every == 0)
-
     def evaluate(self) -> None:
         """Evaluate the published weights, and save a checkpoint if they are a new best.
 
-        A termination request interrupts only the sampling; everything else finishes first. Raises
-        RewardErrors if too many episodes have failed. Such an evaluation is logged, but never
-        counts as the best.
+        Termination interrupts only the sampling; it waits for the rest.
         """
-        if self.play is None:
+        trajectories = self.evaluation.sample(self.step)
+        if trajectories is None:
             return
-        with self.clock.part("evaluation"):
-            trajectories = self.play(self.step)
         with termination.whole():
-            metrics = evaluation_metrics(trajectories, k=self.config.eval.n_samples_per_prompt)
-            timing = {"timing/evaluation": self.clock.take("evaluation")}
-            self.recorder.evaluation(self.step, metrics | timing, trajectories)
-            self.source.errors.check(trajectories, of="evaluation episodes")
-            improved = self.best.improves(self.step, metrics)
-            # At step 0 the weights are still those of the initial model.
-            if improved and (self.step > 0 or self.best.patience):
+            if self.evaluation.judge(self.step, trajectories):
                 self.checkpointing.save(self.step, best=True)
 
     def save(self) -> None:
@@ -217,7 +199,7 @@ class PPOTrainer:
     def finish(self) -> None:
         """Evaluate and export the result. Raises NothingLearned if no batch was trained on."""
         # The filter may use up the prompts before the last planned step and its evaluation.
-        if self.config.eval.steps > 0 and self.best.evaluated_at < self.step:
+        if self.evaluation.is_missing(self.step):
             self.evaluate()
         if self.source.exhausted and self.step < self.source.total_steps:
             rejected = self.outcome.rejections
@@ -227,7 +209,7 @@ class PPOTrainer:
         if not self.checkpointing.resumed:
             self.outcome.check()
         self.checkpointing.return_to_best(self.step)
-        self.checkpointing.write_result()
+        self.exporting.write_result()
 
     def resume(self, checkpoint: Checkpoint) -> None:
         """Continue from a checkpoint."""
@@ -248,7 +230,7 @@ class PPOTrainer:
             between_steps = self.step == self.source.step  # no unfinished step has taken a batch
             in_evaluation = between_steps and isinstance(error, RewardErrors)
             if in_evaluation and ckpt.save_steps <= 0 and self.outcome.updates:
-                self.checkpointing.write_result()
+                self.exporting.write_result()
                 raise
             if ckpt.save_steps > 0 and between_steps and self.checkpointing.saved < self.step:
                 self.checkpointing.save(self.step)
@@ -282,15 +264,18 @@ def assemble(
     models = ModelUpdate(
         policy=policy, critic=critic, weights=weights, pretraining=pretraining, config=config
     )
-
+    evaluation = Evaluation(
+        play=play, best=best, errors=source.errors, recorder=recorder, clock=clock, config=config
+    )
+    exporting = Exporting(
+        policy=policy, critic=critic, tokenizer=tokenizer, recorder=recorder, config=config
+    )
     checkpointing = Checkpointing(
         manager=manager,
-        policy=policy,
-        critic=critic,
-        tokenizer=tokenizer,
         source=source,
         kl=maker.kl,
         best=best,
+        exporting=exporting,
         recorder=recorder,
         clock=clock,
         config=config,
@@ -301,9 +286,9 @@ def assemble(
         maker,
         models,
         weights,
-        play=play,
-        best=best,
+        evaluation=evaluation,
         checkpointing=checkpointing,
+        exporting=exporting,
         recorder=recorder,
         clock=clock,
         hosts=hosts,

@@ -91,8 +91,8 @@ READERS = {
     "train_prm": f"{TRAINING} trainers.process_reward data.steps",
     "train_kd": f"{TRAINING} trainers.distill trainers.sft data.rows data.sft data.first_look",
     "train_ppo_ray": "launch.start launch.reinforcement launch.run launch.prompt_data "
-    "launch.processes launch.agents agents.play trainers.ppo "
-    "trainers.checkpointing trainers.model_update trainers.experience_maker "
+    "launch.processes launch.agents agents.play trainers.ppo trainers.evaluation "
+    "trainers.checkpointing trainers.exporting trainers.model_update trainers.experience_maker "
     "rewards.rule rewards.function observability.recorder observability.trackers data.rows "
     "data.prompts data.first_look trainers.sources trainers.async_source trainers.stages "
     "models.adapters workers.base workers.policy workers.critic workers.frozen "

@@ -245,7 +245,8 @@ class OnPolicy:
 @pytest.fixture(autouse=True)
 def at_once(monkeypatch: pytest.MonkeyPatch) -> None:
     """Make worker calls return their results directly when they are launched."""
-    monkeypatch.setattr("openrlhf.trainers.checkpointing.gather", lambda launched, **_: launched)
+    for module in ("checkpointing", "exporting"):
+        monkeypatch.setattr(f"openrlhf.trainers.{module}.gather", lambda launched, **_: launched)
 
 
 # ---- supervised
@@ -397,7 +398,7 @@ def test_terminated_export_of_best_weights_does_not_save_them_as_the_last_step(
         raise SystemExit(143)
 
     trainer = OnPolicy(tmp_path, [*SCORES, 0.1, 0.1], patience=patience, save_steps=100)
-    trainer.loop.checkpointing.write_result = terminated
+    trainer.loop.exporting = SimpleNamespace(write_result=terminated)
     with pytest.raises(SystemExit):
         trainer.fit()
     last = checkpoints_in(tmp_path, parts=["_actor"]).find(trainer.loop.step, best=False)

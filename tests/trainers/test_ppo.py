@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 
 from openrlhf.algorithms.kl import KLController
-from openrlhf.checkpoints.manager import HOW_TO_SAVE, NOTHING_SAVED, RESUME_HINT
+from openrlhf.checkpoints.manager import HOW_TO_SAVE, NOTHING_SAVED, RESUME_HINT, SAVE_FAILED
 from openrlhf.checkpoints.manifest import CheckpointError, RunState
 from openrlhf.config.learning import CriticConfig, RLEvalConfig, RLFlags, RLTrainConfig
 from openrlhf.config.rollout import RewardConfig, RolloutConfig
@@ -277,7 +277,7 @@ def trainer(
     if save_steps != 1:
         made.checkpointing.save = save
     made.models = SimpleNamespace(improve=lambda experience, **_: {})
-    made.checkpointing.write_result = lambda: notes.note("export")
+    made.exporting = SimpleNamespace(write_result=lambda: notes.note("export"))
     return made
 
 
@@ -328,9 +328,9 @@ def test_run_terminated_after_its_last_step_saves_that_step(last: str) -> None:
         [KEPT, KEPT, FILTERED], notes, eval_steps=10 if last == "evaluation" else -1, save_steps=9
     )
     if last == "evaluation":
-        made.play = terminated
+        made.evaluation.play = terminated
     else:
-        made.checkpointing.write_result = terminated
+        made.exporting.write_result = terminated
     made.source.total_steps = 2
     with pytest.raises(SystemExit):
         made.fit()
@@ -351,7 +351,7 @@ def test_resumed_run_catches_up_on_the_missing_last_evaluation() -> None:
 def test_terminated_run_without_checkpoints_names_the_flag_that_enables_them() -> None:
     notes = Notes()
     made = trainer([KEPT], notes, eval_steps=1)
-    made.play = terminated
+    made.evaluation.play = terminated
     with pytest.raises(SystemExit):
         made.fit()
     assert notes.events == ["step 1, 100%", NOTHING_SAVED + HOW_TO_SAVE]
@@ -433,7 +433,39 @@ def test_resumed_run_without_an_optimizer_step_exports_the_restored_model() -> N
     assert notes.events[-1] == "export"
 
 
+def test_time_of_a_failed_save_is_counted() -> None:
+    class FullDisk:
+        def begin(self, step: int, **_: bool) -> Any:
+            raise CheckpointError("no space left")
+
+    notes = Notes()
+    made = trainer([KEPT], notes, eval_steps=-1, save_steps=1, manager=FullDisk())
+    made.checkpointing.save(1)
+    assert notes.events == [SAVE_FAILED.format(1, "no space left")]
+    assert list(made.clock.take_all()) == ["checkpoint"]
+
+
 # ---- evaluations that fail or are interrupted
+
+
+@pytest.mark.parametrize(("metric", "is_due"), [("reward", False), ("other", True)])
+def test_resumed_run_evaluates_its_initial_model_again_only_for_another_metric(
+    metric: str, is_due: bool
+) -> None:
+    """--eval.patience compares later evaluations with this one."""
+    evaluation = trainer([KEPT], Notes(), eval_steps=1).evaluation
+    evaluation.config = RLFlags(eval=RLEvalConfig(steps=1, at_start=True))
+    evaluation.best.key = metric
+    evaluation.best.restore(
+        RunState(
+            step=0,
+            evaluated_at=0,
+            best_step=0,
+            best_metric_key="reward",
+            best_metric_value=0.5,
+        )
+    )
+    assert evaluation.is_due_at_start(0, last=False) == is_due
 
 
 @pytest.mark.parametrize(("broken", "is_ended"), [(0, False), (1, False), (2, True), (10, True)])
@@ -445,22 +477,22 @@ def test_evaluation_with_too_many_failures_ends_the_run_and_is_never_the_best(
 
     notes = Notes()
     made = trainer([KEPT], notes, eval_steps=1, save_steps=9)
-    made.play = evaluate
-    made.source.errors = ErrorBudget(RewardConfig(max_error_rate=0.1))
-    made.best.key = ""
+    made.evaluation.play = evaluate
+    made.evaluation.errors = ErrorBudget(RewardConfig(max_error_rate=0.1))
+    made.evaluation.best.key = ""
     with pytest.raises(RewardErrors) if is_ended else nullcontext():
         made.fit()
     assert notes.events[:2] == ["step 1, 100%", "evaluation 1"]
     assert "save 1" in notes.events  # as the best evaluation, or as the last step before the error
     assert ("export" in notes.events) == (not is_ended)
-    assert made.best.step == (None if is_ended else 1)
+    assert made.evaluation.best.step == (None if is_ended else 1)
 
 
 def test_run_without_checkpoints_exports_its_model_if_an_evaluation_ends_it() -> None:
     notes = Notes()
     made = trainer([KEPT], notes, eval_steps=1)
-    made.play = lambda step: [failed(step)]
-    made.source.errors = ErrorBudget(RewardConfig())
+    made.evaluation.play = lambda step: [failed(step)]
+    made.evaluation.errors = ErrorBudget(RewardConfig())
     with pytest.raises(RewardErrors):
         made.fit()
     assert notes.events[1:] == ["evaluation 1", "export"]
@@ -469,7 +501,7 @@ def test_run_without_checkpoints_exports_its_model_if_an_evaluation_ends_it() ->
 def test_interrupted_evaluation_saves_a_checkpoint_and_runs_after_resume() -> None:
     notes = Notes()
     made = trainer([KEPT, KEPT, KEPT], notes, eval_steps=2, save_steps=9)
-    made.play = terminated
+    made.evaluation.play = terminated
     with pytest.raises(SystemExit):
         made.fit()
     assert notes.events == ["step 1, 100%", "step 2, 100%", "save 2", RESUME_HINT.format(2)]

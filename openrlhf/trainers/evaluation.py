@@ -1,0 +1,68 @@
+"""Evaluations during an RL run: when one is due, and its results."""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from openrlhf.config.learning import RLFlags
+from openrlhf.core.trajectory import Trajectory
+from openrlhf.observability.recorder import Recorder
+from openrlhf.rewards.budget import ErrorBudget
+from openrlhf.rollout.episode_metrics import evaluation_metrics
+from openrlhf.trainers.best import BestMetric
+from openrlhf.trainers.clock import Clock
+
+Evaluate = Callable[[int], list[Trajectory]]  # generates with the weights after the given step
+
+
+@dataclass(kw_only=True)
+class Evaluation:
+    """Evaluates the published weights on held-out prompts, and tracks the best value."""
+
+    play: Evaluate | None  # generates held-out episodes; None without held-out prompts
+    best: BestMetric
+    errors: ErrorBudget
+    recorder: Recorder
+    clock: Clock
+    config: RLFlags
+
+    def is_due(self, step: int, *, last: bool) -> bool:
+        """Return whether to evaluate the weights after `step`, as is always done after the last.
+
+        A step's evaluation comes before its checkpoint.
+        """
+        every = self.config.eval.steps
+        return every > 0 and (last or step % every == 0)
+
+    def is_missing(self, step: int) -> bool:
+        """Return whether evaluations are enabled, but the weights after `step` have none yet."""
+        return self.config.eval.steps > 0 and self.best.evaluated_at < step
+
+    def is_due_at_start(self, step: int, *, last: bool) -> bool:
+        """Return whether the run starts with an evaluation.
+
+        It does with --eval.at_start, and if the run that it resumes was interrupted in one.
+        """
+        if step == 0:
+            return self.config.eval.at_start and self.best.step is None
+        return self.is_due(step, last=last) and self.is_missing(step)
+
+    def sample(self, step: int) -> list[Trajectory] | None:
+        """Return episodes of the held-out prompts, or None without held-out prompts."""
+        if self.play is None:
+            return None
+        with self.clock.part("evaluation"):
+            return self.play(step)
+
+    def judge(self, step: int, trajectories: list[Trajectory]) -> bool:
+        """Log pass@k and the other metrics. Return whether to save the weights as a new best.
+
+        Raises RewardErrors if too many episodes have failed. That evaluation is logged, but never
+        counts as the best.
+        """
+        metrics = evaluation_metrics(trajectories, k=self.config.eval.n_samples_per_prompt)
+        timing = {"timing/evaluation": self.clock.take("evaluation")}
+        self.recorder.evaluation(step, metrics | timing, trajectories)
+        self.errors.check(trajectories, of="evaluation episodes")
+        improved = self.best.improves(step, metrics)
+        # At step 0 the weights are still those of the initial model.
+        return improved and (step > 0 or bool(self.best.patience))
