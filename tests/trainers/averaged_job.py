@@ -1,4 +1,4 @@
-"""A rank of the averaged-weights test.
+"""A script that runs as one rank of the averaged-weights test.
 
 It runs optimizer steps of an offline task, one of which is skipped, and resumes from a checkpoint.
 """
@@ -31,7 +31,7 @@ BETA, STEPS, SKIPPED = 0.75, 4, 3  # step SKIPPED is skipped because its gradien
 
 
 class Drawn:
-    """The rows of all steps."""
+    """A dataset with the rows of all steps."""
 
     summary = "drawn"
 
@@ -46,7 +46,7 @@ class Drawn:
 
 
 class Watched(SupervisedTrainer[Any, Any]):
-    """A trainer that keeps the weights after each step and gets a NaN gradient in one step."""
+    """A trainer that stores the weights after each step and gets a NaN gradient in one step."""
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -73,7 +73,7 @@ class Watched(SupervisedTrainer[Any, Any]):
 
 
 def trainer(case: str, model: str, folder: str, export: str) -> Watched:
-    """Return a new trainer for a case such as `rm-zero3` or `sft-zero2-lora`."""
+    """Return a new trainer for a test case such as `rm-zero3` or `sft-zero2-lora`."""
     name, stage, *adapter = case.split("-")
     ds = DeepSpeedConfig(
         zero_stage=int(stage[-1]),

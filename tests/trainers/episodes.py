@@ -18,9 +18,9 @@ def episode(
     text: str | None = None,
     **fields: Any,
 ) -> Trajectory:
-    """Return an episode for prompt `index`, with one prompt token and `actions` sampled tokens.
+    """Return an episode for prompt `index` with one prompt token and `actions` sampled tokens.
 
-    Its reward equals its score.
+    The reward of the episode equals its score.
     """
     values: dict[str, Any] = {"reward": score, "score": score} | fields
     return Trajectory(

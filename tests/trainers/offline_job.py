@@ -1,6 +1,6 @@
-"""A rank of the tests that split an accumulation window of an offline task in different ways.
+"""A rank of the tests that split an offline task's accumulation window in different ways.
 
-It runs two optimizer steps of a tiny model in each given layout.
+The rank runs two optimizer steps of a tiny model in each given layout.
 """
 
 from __future__ import annotations
@@ -64,14 +64,14 @@ FLAGS: dict[str, Any] = {
 
 
 def words(step: int) -> list[list[int]]:
-    """Return a prompt and two answers for each row. They are the same in every process."""
+    """Return a prompt and two answers for each row, which are the same in every process."""
     generator = torch.Generator().manual_seed(step)
     lengths = torch.randint(2, 9, (3 * ROWS,), generator=generator).tolist()
     return [torch.randint(4, 60, (n,), generator=generator).tolist() for n in lengths]
 
 
 def pairs(step: int) -> list[PairRow]:
-    """Return the pairs of an optimizer step."""
+    """Return the preference pairs for an optimizer step."""
     drawn = words(step)
     return [
         PairRow(chosen=p + a, rejected=p + b, prompt_length=len(p))
@@ -80,7 +80,7 @@ def pairs(step: int) -> list[PairRow]:
 
 
 def answers(step: int) -> list[LabelledRow]:
-    """Return the labeled answers of an optimizer step."""
+    """Return the labeled answers for an optimizer step."""
     return [
         LabelledRow(
             tokens=row.chosen,
@@ -92,12 +92,12 @@ def answers(step: int) -> list[LabelledRow]:
 
 
 def responses(step: int) -> list[SFTRow]:
-    """Return the texts of an optimizer step, with the response tokens as targets."""
+    """Return the texts for an optimizer step, with the response tokens as targets."""
     return [SFTRow(tokens=row.tokens, loss_mask=row.loss_mask) for row in answers(step)]
 
 
 def solutions(step: int, kind: str) -> list[StepRow]:
-    """Return the texts of an optimizer step, with labels for up to three reasoning steps each.
+    """Return the texts for an optimizer step, with labels for up to three reasoning steps each.
 
     The labels are numbers or tokens, depending on `kind`.
     """
@@ -185,9 +185,10 @@ def train(
 
 
 def main() -> None:
-    """Train in all layouts, such as `dpo-zero2-micro1-packed`.
+    """Train in every layout given by a name such as `dpo-zero2-micro1-packed`.
 
-    Arguments: model folder, folder of the reference or teacher, output file, then the layouts.
+    The arguments are the model folder, the folder of the reference or teacher, the output file, and
+    the layouts.
     """
     model, other, out, *layouts = sys.argv[1:]
     results = {}

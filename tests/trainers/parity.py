@@ -1,4 +1,4 @@
-"""Compares layouts of ranks with one process: losses, gradients and weights of a few steps.
+"""Compares the losses, gradients and weights of a few steps on several ranks and in one process.
 
 Ranks that share neither sequences nor layers divide the data. The ranks are forked from a process
 that has imported the libraries.
@@ -39,7 +39,7 @@ LORA = LoraConfig(rank=4, alpha=8)
 class Case:
     """One run: a task on a model, in a layout of ranks."""
 
-    model: str  # a kind of `tests.tiny`
+    model: str  # a model kind in `tests.tiny`
     task: str = "sft"
     optim: str = "sgd"
     ranks: int = 1
@@ -52,12 +52,12 @@ class Case:
 
     @property
     def layout(self) -> str:
-        """The layout, as in the table of results."""
+        """The layout, as it is written in the table of results."""
         return f"DP{self.ranks // (self.sp * self.tp)} TP{self.tp} SP{self.sp} ZeRO {self.zero}"
 
     @property
     def settings(self) -> str:
-        """Everything besides the layout and ZeRO stage, as in the table of results."""
+        """All settings besides layout and ZeRO stage, as written in the table of results."""
         words = [self.model, self.task]
         if self.optim == "adam":
             words.append("AdamW")
@@ -77,28 +77,28 @@ class Case:
 
 @dataclass(frozen=True, kw_only=True)
 class Errors:
-    """The largest differences from one process."""
+    """The largest differences from the run in one process."""
 
     loss: float
-    gradient: float  # relative, of the first step
-    weights: float  # after the last step
+    gradient: float  # relative error of the first step
+    weights: float  # error after the last step
 
 
 @OPTIMIZERS.register("sgd")
 def sgd(groups: list[dict[str, Any]], settings: OptimizerConfig) -> torch.optim.Optimizer:
-    """Return plain gradient descent."""
+    """Return a plain gradient-descent optimizer."""
     return torch.optim.SGD(groups, lr=settings.adam.lr)
 
 
 def is_equal(errors: Errors | str) -> bool:
-    """Return whether a run differs from one process by rounding only."""
+    """Return whether a run differs from the run in one process only by rounding."""
     if isinstance(errors, str):
         return False
     return errors.loss <= 2e-6 and errors.gradient <= 1e-5 and errors.weights <= 1e-6
 
 
 def run(case: Case, folder: Path) -> dict[str, Any]:
-    """Train in this process of the case's world. Returns losses, norms and weights."""
+    """Train as one rank of the case's world, and return losses, gradient norms and weights."""
     ds = DeepSpeedConfig(
         zero_stage=case.zero,
         param_dtype="fp32",
@@ -142,7 +142,7 @@ def run(case: Case, folder: Path) -> dict[str, Any]:
 
 
 def weights_of(engine: Any) -> dict[str, torch.Tensor]:
-    """Return the whole weights of the plain model. Collective."""
+    """Return the plain model's unsharded weights. This is a collective operation."""
     weights: dict[str, torch.Tensor] = {}
     for bucket in full_parameters(engine, 1 << 20):
         for name, tensor in bucket:
@@ -151,7 +151,7 @@ def weights_of(engine: Any) -> dict[str, torch.Tensor]:
 
 
 def errors_of(found: dict[str, Any], expected: dict[str, Any]) -> Errors:
-    """Return the differences of a run from the same run in one process."""
+    """Return the differences between a run and the same run in one process."""
     loss = 0.0
     for mine, theirs in zip(found["losses"], expected["losses"], strict=True):
         for value, other in zip(mine, theirs, strict=True):
@@ -170,7 +170,7 @@ def errors_of(found: dict[str, Any], expected: dict[str, Any]) -> Errors:
 
 
 def compare(cases: Iterable[Case], folder: Path) -> dict[Case, Errors | str]:
-    """Run the cases and each of them in one process. Returns errors, or a failure's last line."""
+    """Run each case on its ranks and in one process. Returns errors, or a failure's last line."""
     cases = list(cases)
     for kind in {case.model for case in cases}:
         save_tiny_model(folder / kind, kind, seed=1)
@@ -190,8 +190,8 @@ def compare(cases: Iterable[Case], folder: Path) -> dict[Case, Errors | str]:
 
 
 def run_all(cases: Iterable[Case], folder: Path) -> dict[Case, dict[str, Any] | str]:
-    """Run cases, those of the same numbers of ranks in the same processes."""
-    # DeepSpeed cannot build an engine without tensor parallelism after one with it.
+    """Run the cases; those with the same numbers of ranks share processes."""
+    # After an engine with tensor parallelism, DeepSpeed cannot build one without it.
     worlds: dict[tuple[int, int], list[Case]] = {}
     for case in cases:
         worlds.setdefault((case.ranks, case.tp), []).append(case)
@@ -222,7 +222,7 @@ def run_world(ranks: int, cases: list[Case], folder: Path) -> dict[Case, dict[st
 
 
 def rank_main(rank: int, ranks: int, port: int, cases: list[Case], folder: Path, out: Path) -> None:
-    """Run the cases as one rank. A case that fails on all ranks does not end the others."""
+    """Run the cases as one rank. A case that fails on all ranks does not stop the other cases."""
     os.environ |= {
         "RANK": str(rank),
         "WORLD_SIZE": str(ranks),
@@ -259,7 +259,7 @@ SPANNING = (
 
 
 def main() -> None:
-    """Compare the spanning cases. Exit with status 1 if one differs."""
+    """Compare the cases in `SPANNING`, and exit with status 1 if one differs."""
     torch.set_num_threads(1)
     compared = compare(SPANNING, Path(sys.argv[1]))
     for case, errors in compared.items():

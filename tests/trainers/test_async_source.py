@@ -1,6 +1,6 @@
-"""Tests of the asynchronous source with an engine that echoes.
+"""Tests of the asynchronous source, with an engine that echoes prompts.
 
-They cover weight versions, checkpoint contents, and the times at which prompts start.
+The tests cover weight versions, checkpoint contents, and when prompts start.
 """
 
 from __future__ import annotations
@@ -54,7 +54,7 @@ PROMPTS, BATCH = 24, 2
 
 
 class VersionedEcho(EchoGenerator):
-    """A generator whose answers carry the engines' current weight version."""
+    """A generator whose answers are tagged with the engines' current weight version."""
 
     version = 0
 
@@ -80,7 +80,7 @@ def loop() -> Iterator[BackgroundLoop]:
 
 
 class Judged(VersionedEcho):
-    """A generator with some rejected prompts and some failing prompts.
+    """A generator for which some prompts are rejected and some fail.
 
     The filter rejects the prompts in `rejected`, prompts numbered `broken_from` or higher fail, and
     only `most` prompts are answered.
@@ -141,7 +141,7 @@ def source(
 
 
 def wait_until(true: Callable[[], bool]) -> None:
-    """Return as soon as `condition` holds."""
+    """Wait until `condition` holds."""
     deadline = time.monotonic() + 60.0
     while not true():
         assert time.monotonic() < deadline
@@ -191,7 +191,7 @@ def test_run_can_resume_with_smaller_queue_and_staleness_limits(
 def test_step_is_counted_as_soon_as_its_samples_are_taken(
     loop: BackgroundLoop, tmp_path: Path
 ) -> None:
-    """The step count shows that samples have left the source but not reached the training loop.
+    """The step count reveals that samples have left the source but not reached the training loop.
 
     A run that is terminated at that moment cannot save them.
     """
@@ -273,7 +273,7 @@ Rewarded = tuple[AsyncSource, SlowEngines, SlowReward]
 
 @pytest.fixture
 def rewarded(loop: BackgroundLoop) -> Iterator[Callable[..., Rewarded]]:
-    """Return a source without partial rollouts, whose samples and rewards wait for test events."""
+    """Return a source without partial rollouts whose samples and rewards wait for test events."""
     made: list[AsyncSource] = []
 
     def make(*, agents: bool = False) -> Rewarded:
@@ -313,7 +313,7 @@ def test_publication_waits_for_the_last_token_but_not_for_the_reward(
     loop.run(set_event(engines.drawn), 5.0)
     wait_until(lambda: made.version == 1)
     assert reward.waiting == BATCH and not any(each.finished for each in made.held)
-    # The versions are those of the weights that generated the samples.
+    # The versions are those of the weights that generated each sample.
     assert [each.version for each in made.held] == [0, 0]
     loop.run(set_event(reward.scored), 5.0)
     assert [t.prompt.index for t in next(iter(made))] == [0, 1]
@@ -399,7 +399,7 @@ def test_failures_within_the_error_budget_do_not_end_the_run(loop: BackgroundLoo
 
 
 def test_rejected_prompts_are_replaced_while_a_step_trains(loop: BackgroundLoop) -> None:
-    """Prompts are replaced until a full batch is waiting, without a request from the loop."""
+    """Without a request from the loop, prompts are replaced until a full batch is waiting."""
     made = source(loop, Judged(range(2, 20)), queue=1, staleness=1)
     steps = iter(made)
     assert [t.prompt.index for t in next(steps)] == [0, 1]
@@ -415,7 +415,7 @@ def test_prompts_started_after_the_checkpoint_start_again_after_resume(
     before = [t.prompt.index for t in next(iter(first))]
     first.save(tmp_path)
     engines.most = 1000
-    wait_until(lambda: first.consumed == 8)  # the run state may record a later count than the file
+    wait_until(lambda: first.consumed == 8)  # the run state may have a later count than the file
     second = source(loop, engines, queue=1, staleness=1)
     second.resume(step=first.step, consumed=first.consumed, folder=tmp_path)
     after = [t.prompt.index for batch in second for t in batch]
@@ -426,7 +426,7 @@ def test_prompts_started_after_the_checkpoint_start_again_after_resume(
 def test_engine_failure_right_after_another_prompt_finished_is_raised_immediately(
     loop: BackgroundLoop, turns: int
 ) -> None:
-    """The failed prompt is not started again."""
+    """The prompt that failed is not started again."""
     started: list[int] = []
 
     class Failing(VersionedEcho):

@@ -1,7 +1,7 @@
 """Tests of --train.enable_ema in the offline trainers.
 
-The average is exported and survives a resume. A reward model stores the reward scale of its
-averaged weights.
+The averaged weights are exported and survive a resume. A reward model stores the reward scale of
+its averaged weights.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Tests of how the best evaluation is chosen, and of early stopping."""
+"""Tests of early stopping and of how the best evaluation is chosen."""
 
 from __future__ import annotations
 
@@ -170,7 +170,7 @@ def test_run_without_tracked_metric_can_resume_with_patience() -> None:
 
 
 def kept(folder: Path, step: int) -> CheckpointManager:
-    """Return a checkpoint manager whose best checkpoint belongs to step `step`."""
+    """Return a checkpoint manager whose best checkpoint is the one of step `step`."""
     checkpoints = checkpoints_in(folder)
     staged = checkpoints.begin(step, best=True)
     (Path(staged.engine_dir()) / staged.tag / "weights").write_text("w")
@@ -181,9 +181,9 @@ def kept(folder: Path, step: int) -> CheckpointManager:
 def exported(
     folder: Path, losses: Sequence[float], *, patience: int | None
 ) -> tuple[str | None, str]:
-    """Return the tag of the checkpoint to export after these evaluations, and the messages.
+    """Return the tag of the checkpoint to export after these evaluations, and the messages printed.
 
-    The tag is None if the last weights are exported. Only step 2 has a checkpoint.
+    The tag is None if the latest weights are exported. Only step 2 has a checkpoint.
     """
     said: list[str] = []
     best = offline(patience=patience)

@@ -20,8 +20,8 @@ def run(
 ) -> list[tuple[list[int], int, list[int]]]:
     """Simulate a run in which a random event happens at each turn.
 
-    Returns, for each step, its prompts, its weight version, and the version at which each of the
-    prompts started.
+    Returns, for each step, its prompts, its weight version, and the weight version at which each
+    prompt started.
     """
     held: dict[int, Held] = {}
     steps: list[tuple[list[int], int, list[int]]] = []
@@ -81,7 +81,7 @@ def test_samples_are_never_too_old_or_lost_and_every_step_is_full(
 def test_steps_are_nearly_in_order_if_staleness_equals_queue_size(
     batch: int, queue: int, prompts: int, seed: int
 ) -> None:
-    """A prompt's position in the run differs from its index by at most the queue length."""
+    """A prompt's position in the run differs from its index by at most the queue size."""
     rule = Capacity(batch=batch, queue=queue, staleness=queue)
     trained = [
         prompt for kept, _, _ in run(rule, prompts, random.Random(seed), 0.0) for prompt in kept
@@ -122,5 +122,5 @@ def test_lag_of_samples_that_finish_in_order_equals_the_queue_size(queue: int) -
         lags.append(version - held[0].version)
         held = held[2:] + [
             Held(version=version, finished=True) for _ in range(2)
-        ]  # they finish while the step trains
+        ]  # these samples finish while the step trains
     assert lags[queue:] == [queue] * (8 - queue)

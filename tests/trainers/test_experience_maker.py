@@ -1,6 +1,6 @@
-"""Tests of the computation from rewards to advantages.
+"""Tests of the experience maker, which computes advantages from rewards.
 
-Batches are either small enough to compute by hand or compared with loops written from the papers.
+Results are either computed by hand for small batches or compared with loops from the papers.
 """
 
 from __future__ import annotations
@@ -52,10 +52,10 @@ def maker_of(wanted: Any = (), *, kl_coef: float = 0.1, **changes: Any) -> Exper
     return ExperienceMaker(config, wanted)
 
 
-# Two prompts of one token with two samples each: 2, 1, 1 and 3 sampled tokens.
+# There are two one-token prompts with two samples each, of 2, 1, 1 and 3 sampled tokens.
 ACTIONS = [2, 1, 1, 3]
 ROWS = [slice(0, 3), slice(3, 5), slice(5, 7), slice(7, 11)]
-ROOT = math.sqrt(0.5)  # the group norm of rewards 1 and 0: ±0.5 / √0.5
+ROOT = math.sqrt(0.5)  # group-normalized rewards 1 and 0 are ±0.5 / √0.5
 
 
 def batch(rewards: list[float], **changes: Any) -> Experience:
@@ -90,7 +90,7 @@ def rows(column: torch.Tensor | None) -> list[list[float]]:
 
 def test_group_norm_with_kl_in_reward_matches_hand_computed_values() -> None:
     old, ref = torch.full((11,), -1.0), torch.full((11,), -1.0)
-    ref[1:3] = -1.5  # the first sample's KL is 0.5 nats per token, weighted with 0.1
+    ref[1:3] = -1.5  # the first sample's KL is 0.5 nats per token, with weight 0.1
     experience, metrics = credited(
         batch([1.0, 0.0, 2.0, 2.0], old_logprobs=old, ref_logprobs=ref), kl_coef=0.1
     )
@@ -176,7 +176,7 @@ def test_length_penalties_count_sampled_tokens_and_apply_before_shaping() -> Non
         overlong_buffer=2.0,
         overlong_factor=0.5,
     )
-    # max_new_tokens 4, buffer 2: three tokens exceed 4 − 2 by one, which is half of the buffer.
+    # With max_new_tokens 4 and buffer 2, three tokens exceed 4 − 2 by one, half of the buffer.
     assert experience.rewards.tolist() == [1.0, 1.0, 1.0, 0.75]
     assert metrics["train/reward"] == pytest.approx(3.75 / 4)
 
@@ -190,7 +190,7 @@ def test_length_limit_without_max_new_tokens_is_max_len_minus_the_prompt() -> No
         max_new_tokens=None,
         max_len=4,
     )
-    # max_len 4 leaves 3 tokens after a prompt of 1: two tokens exceed 3 − 2 by one, three by two.
+    # max_len 4 leaves 3 tokens after a 1-token prompt. Two tokens exceed 3 − 2 by 1, three by 2.
     assert experience.rewards.tolist() == [0.5, 1.0, 1.0, 0.0]
 
 
@@ -208,7 +208,7 @@ def test_missing_reward_raises_an_error_instead_of_becoming_zero() -> None:
 
 def test_reward_spread_is_averaged_over_prompts() -> None:
     rewards = torch.tensor([0.0, 1.0, 5.0, 5.0, 5.0, 9.0])
-    groups = torch.tensor([4, 4, 2, 2, 2, 8])  # std √0.5, std 0, and a group of one sample
+    groups = torch.tensor([4, 4, 2, 2, 2, 8])  # stds √0.5 and 0, and one lone sample
     metrics = values(group_metrics(rewards, groups))
     assert metrics == pytest.approx({"train/group_reward_std": ROOT / 2, "train/dead_groups": 0.5})
 
@@ -219,7 +219,7 @@ def test_prompts_with_one_sample_have_no_reward_spread() -> None:
 
 def test_teacher_credits_each_token_with_its_own_log_ratio() -> None:
     old, teacher = torch.full((11,), -1.0), torch.full((11,), -1.0)
-    # More likely, less likely, and clipped to 10 nats.
+    # Tokens that became more likely or less likely, and one whose KL is clipped to 10 nats.
     teacher[1], teacher[2], teacher[4] = -0.5, -3.0, -500.0
     columns = {"old_logprobs": old, "teacher_logprobs": teacher}
     experience, metrics = credited(
@@ -300,7 +300,7 @@ def _answers_are_there(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 class Workers:
-    """A worker group that answers immediately and records which columns it was sent."""
+    """A worker group that responds immediately and records which columns it received."""
 
     role = "role"
 
@@ -314,7 +314,7 @@ class Workers:
 
 
 def row_lengths(rows: Any) -> torch.Tensor:
-    """Return each token's row length; 0 for tokens outside the loss mask, if there is one."""
+    """Return each token's row length, or 0 for tokens outside the loss mask, if there is one."""
     column = rows.lengths.repeat_interleave(rows.lengths).float()
     return column * rows.loss_mask if isinstance(rows, TokenRows) else column
 
@@ -326,7 +326,7 @@ def column_stage(name: str, **changes: Any) -> ColumnStage:
 
 
 def judges(broken: tuple[int, ...] = (), *, models: bool = True, **flags: Any) -> RewardStage:
-    """Return a stage with two reward models, which return 1 and the row number.
+    """Return a stage with two reward models: one returns 1, the other the row number.
 
     Rows listed in `broken` get NaN.
     """
@@ -445,7 +445,7 @@ def test_sample_with_non_finite_reward_fails_and_its_row_is_dropped() -> None:
     ]
     batch = annotated(came, broken=(0,))
     assert [t.failed for t in batch.trajectories] == [True, False, False, False]
-    assert batch.kept == batch.trajectories[2:]  # the second sample lost its peer
+    assert batch.kept == batch.trajectories[2:]  # sample 1 is alone in its group
     assert batch.experience.lengths.tolist() == [4, 2]
     assert batch.experience.old_logprobs is not None
     assert batch.experience.old_logprobs.tolist() == [0, 4, 4, 4, 0, 2]
@@ -511,7 +511,7 @@ def test_masked_truncated_samples_still_count_in_baselines_and_metrics(
 
 
 def split_first(experience: Experience) -> Experience:
-    """Return the batch with an earlier conversation added to the first episode.
+    """Return the batch with an earlier conversation added to its first episode.
 
     The added conversation has two sampled tokens.
     """

@@ -1,4 +1,4 @@
-"""Tests of dynamic filtering: each step's prompts, the number drawn, and that none is lost."""
+"""Tests of dynamic filtering: which prompts each step has, how many are drawn, and none is lost."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ SPEC = SamplingSpec(
     max_len=8,
     seed=0,
 )
-# Rewards of a prompt's two samples. None: the reward call fails.
+# Rewards of a prompt's two samples. None means that the reward call fails.
 GOOD, EASY, HARD, BROKEN, HALF_BROKEN = (
     (0.0, 1.0),
     (1.0, 1.0),
@@ -93,7 +93,7 @@ def test_pass_rate_counts_prompts_instead_of_samples() -> None:
 
 
 class Prompts(Dataset[Prompt]):
-    """Prompt rows named by their numbers."""
+    """Prompt rows named after their row numbers."""
 
     def __init__(self, count: int) -> None:
         self.count = count
@@ -135,14 +135,14 @@ class Engines:
 
 
 class Decoder:
-    """The part of a tokenizer that these tests need."""
+    """A fake tokenizer with only the methods that these tests need."""
 
     def decode(self, tokens: list[int], skip_special_tokens: bool) -> str:
         return str(tokens)
 
 
 class Table:
-    """Rewards by dataset row, from the reward function or afterwards from a reward model."""
+    """A table of rewards by dataset row, given by a reward function or later by a reward model."""
 
     reads = ()
 
@@ -156,7 +156,7 @@ class Table:
         return [RewardResult(reward=s, error="it broke" if s is None else None) for s in scores]
 
     async def scored(self, group: Group) -> Group:
-        """Score a group as a reward model would. It never fails, because both scores are set."""
+        """Score a group as a reward model would. This never fails, because both scores are set."""
         return [replace(t, score=self.rows[t.prompt.text][t.sample_index]) for t in group]
 
 
@@ -171,7 +171,7 @@ def steps_of(
     delays: int = 0,
     max_error_rate: float = 1.0,
 ) -> Iterator[tuple[list[Trajectory], int]]:
-    """Yield each step's samples, and the number of prompts drawn so far."""
+    """Yield, for each step, its samples and the number of prompts drawn so far."""
     table = Table(rows)
     rollout = replace(
         SPEC.rollout, batch_size=batch_size, vllm_generate_batch_size=at_once or batch_size
@@ -225,7 +225,7 @@ def test_prompts_outside_the_range_are_replaced_by_the_next_in_order(
     assert [groups(step) for step, _ in steps] == [
         [(0, True), (1, False), (2, False), (3, True)],
         [(4, True), (5, True)],
-        [(6, False), (7, True), (8, False)],  # smaller, because the prompts are used up
+        [(6, False), (7, True), (8, False)],  # a smaller step, because the prompts are used up
     ]
     assert [drawn for _, drawn in steps] == [4, 6, 9]
 
@@ -319,7 +319,7 @@ def test_no_kept_prompt_is_lost_and_no_unneeded_prompt_is_drawn(
 def test_groups_generated_ahead_are_used_in_later_steps_without_loss(
     rows: list[Scores], batch_size: int, more: int, epochs: int, data: st.DataObject
 ) -> None:
-    """A run resumed after any step generates the waiting groups again and loses none either."""
+    """A run resumed after any step regenerates the waiting groups and does not lose any of them."""
     run = {"batch_size": batch_size, "at_once": batch_size + more, "epochs": epochs}
     steps = list(steps_of(rows, **run))
     done = data.draw(st.integers(0, len(steps)), label="steps done")

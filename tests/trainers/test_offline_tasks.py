@@ -1,6 +1,6 @@
 """Tests of the optimizer steps of the offline tasks.
 
-A step does not depend on how its rows are split, and matches a plain float64 loop.
+A step's result does not depend on how its rows are split, and matches a plain float64 loop.
 """
 
 from __future__ import annotations
@@ -65,7 +65,7 @@ def models(tmp_path_factory: pytest.TempPathFactory) -> tuple[str, str]:
 
 
 def total(hf: Any, tokens: list[int], start: int) -> torch.Tensor:
-    """Return Σ log π of the tokens from `start` on."""
+    """Return Σ log π over the tokens from `start` on."""
     logprobs = torch.log_softmax(hf(torch.tensor([tokens])).logits[0], -1)
     return torch.stack(
         [logprobs[t - 1, tokens[t]] for t in range(max(1, start), len(tokens))]
@@ -189,7 +189,7 @@ def expected(models: tuple[str, str]) -> dict[str, dict[str, Any]]:
         hf, reference = (
             AutoModelForCausalLM.from_pretrained(path, dtype=torch.float64) for path in models
         )
-        if name == "rm":  # the head depends only on the seed
+        if name == "rm":  # the new head depends only on the seed
             hf = load_scalar(load_spec(models[0]), seed=DPOConfig().train.seed).hf.double()
         optimizer = torch.optim.AdamW(
             hf.parameters(),
@@ -256,7 +256,7 @@ def sft_loss(hf: Any, step: int) -> torch.Tensor:
 def expected_adapted(models: tuple[str, str]) -> dict[str, dict[str, Any]]:
     """Return gradient norms and merged weights from plain float64 loops with PEFT.
 
-    The loops start with the same adapters. Reward models are not included.
+    The loops start with the same adapters as the trainers. Reward models are not included.
     """
     found: dict[str, dict[str, Any]] = {}
     for name, kind in dict.fromkeys(

@@ -1,5 +1,6 @@
-"""Ranks that share data, sequences or layers train as one process does. The full matrix is in
-`make verify`.
+"""Tests that ranks that share data, sequences or layers train as one process does.
+
+`make verify` runs the full matrix.
 """
 
 import subprocess
@@ -10,7 +11,7 @@ from tests.ranks import ROOT
 
 
 def test_layouts_of_ranks_equal_one_process(tmp_path: Path):
-    # In a process of its own, because ranks are forked before any thread is started.
+    # This runs in its own process, because ranks must be forked before any thread is started.
     command = [sys.executable, "-m", "tests.trainers.parity", str(tmp_path)]
     finished = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=500)
     assert finished.returncode == 0, finished.stdout + finished.stderr[-4000:]

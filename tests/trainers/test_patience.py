@@ -1,6 +1,6 @@
-"""Tests of --eval.patience in both training loops: when they end and which weights they export.
+"""Tests of --eval.patience in both training loops: when a run ends and which weights it exports.
 
-A resumed run ends at the same step as an uninterrupted one. The model is a single number: the step
+A resumed run ends at the same step as an uninterrupted one. The model is a single number, the step
 that produced it. Evaluation results are predefined.
 """
 
@@ -39,7 +39,7 @@ STEPS = 8
 
 
 class Weights:
-    """The trained number, which also acts as an engine and as a group's only worker."""
+    """The trained number, which also acts as the engine and as the only worker in its group."""
 
     size, logs = 1, ()
     module = nn.Linear(1, 1)
@@ -69,7 +69,7 @@ class Weights:
 
 
 class Log:
-    """A recorder, a display and a folder that record messages and evaluations."""
+    """A fake recorder, display and run folder in one, which records messages and evaluations."""
 
     def __init__(self) -> None:
         self.said: list[str] = []
@@ -93,7 +93,7 @@ class Killed(Exception):
 
 
 class Written(CountingTask):
-    """A task whose evaluations return predefined results."""
+    """A training task whose evaluations return predefined results."""
 
     def __init__(self, losses: Sequence[float], weights: Weights) -> None:
         super().__init__()
@@ -184,7 +184,7 @@ def annotated(trajectories: list[Any]) -> StepBatch:
 
 
 class OnPolicy:
-    """The RL loop, with updates that only count steps."""
+    """The RL training loop, with updates that only count steps."""
 
     def __init__(
         self,
@@ -258,7 +258,7 @@ LOSSES = [3.0, 2.0, 2.5, 1.0, 1.5, 1.0, 1.2, 0.5]
 def test_supervised_run_stops_early_and_exports_the_best_weights(
     tmp_path: Path,
 ) -> None:
-    """Step 4 is the best; the evaluations after steps 5, 6 and 7 are not better."""
+    """The best evaluation is at step 4; those after steps 5, 6 and 7 are not better."""
     trainer = Supervised(tmp_path, LOSSES, patience=3)
     trainer.fit()
     assert trainer.log.evaluated == [1, 2, 3, 4, 5, 6, 7]

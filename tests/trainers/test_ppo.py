@@ -1,4 +1,4 @@
-"""Tests of the RL loop: which samples it keeps, what it logs, and how a run ends."""
+"""Tests of the RL training loop: which samples it keeps, what it logs, and how a run ends."""
 
 from __future__ import annotations
 
@@ -106,7 +106,7 @@ def test_extra_metrics_do_not_overwrite_built_in_metrics() -> None:
 def test_every_sampled_episode_is_counted_in_exactly_one_metric(
     broken: int, needs_groups: bool
 ) -> None:
-    """A group of four samples comes with a filtered group and episodes without sampled tokens."""
+    """The batch has four samples of a group, a filtered group, and episodes without actions."""
     group = [failed(0, n) if n < broken else episode(0, n, score=1.0) for n in range(4)]
     episodes = [*group, *FILTERED, *[episode(2, n, score=1.0, actions=0) for n in range(2)]]
     kept = [episodes[i] for i in trainable(episodes, needs_groups=needs_groups)]
@@ -123,7 +123,7 @@ def test_every_sampled_episode_is_counted_in_exactly_one_metric(
 
 
 class Steps:
-    """A source of predefined steps. It has drawn the last prompt when it yields the last step."""
+    """A source of predefined steps, which has drawn its last prompt when it yields the last step."""
 
     keep = DynamicFilter(low=0.0, high=1.0)
     errors = ErrorBudget(RewardConfig(on_error="drop"))
@@ -155,7 +155,7 @@ class Steps:
 
 
 class Notes:
-    """A recorder and display that lists events in order."""
+    """A recorder and display that list events in order."""
 
     def __init__(self) -> None:
         self.display, self.events = self, []
@@ -206,7 +206,7 @@ def events(
 ) -> list[str]:
     """Return the events of a run over these steps.
 
-    `ends`: an error to raise after the steps, and the number of steps yielded by then.
+    `ends` is an error to raise after the steps, and the number of steps yielded by then.
     """
     notes = Notes()
     save_steps = -1
@@ -239,9 +239,9 @@ def trainer(
     manager: Any = None,
     ends: tuple[BaseException, int] | None = None,
 ) -> Any:
-    """Return a loop over these steps without models. The notes record saves and exports.
+    """Return a training loop over these steps, without models. `notes` records saves and exports.
 
-    With --ckpt.save_steps 1, it writes real checkpoints.
+    With --ckpt.save_steps 1, the loop writes real checkpoints.
     """
     nothing: Any = Nothing()
     recorder: Any = notes
@@ -338,7 +338,7 @@ def test_run_terminated_after_its_last_step_saves_that_step(last: str) -> None:
 
 
 def test_resumed_run_catches_up_on_the_missing_last_evaluation() -> None:
-    """All prompts had been drawn when the run was terminated before its last planned step."""
+    """The run had drawn all prompts when it was terminated before its last planned step."""
     for evaluated_at, made_up in ((1, ["evaluation 2"]), (2, [])):
         notes = Notes()
         made = trainer([], notes, eval_steps=1)
@@ -358,7 +358,7 @@ def test_terminated_run_without_checkpoints_names_the_flag_that_enables_them() -
 
 
 def test_nothing_is_saved_between_yielding_a_batch_and_training_on_it() -> None:
-    """A checkpoint would lose a batch that has left the source but not reached the loop."""
+    """A checkpoint would lose a batch that has left the source but has not been trained on."""
     assert events([KEPT, KEPT], ends=(SystemExit(143), 3)) == [
         "step 1, 100%",
         "step 2, 100%",
@@ -483,7 +483,7 @@ def test_evaluation_with_too_many_failures_ends_the_run_and_is_never_the_best(
     with pytest.raises(RewardErrors) if is_ended else nullcontext():
         made.fit()
     assert notes.events[:2] == ["step 1, 100%", "evaluation 1"]
-    assert "save 1" in notes.events  # as the best evaluation, or as the last step before the error
+    assert "save 1" in notes.events  # as the best evaluation, or before the error is raised
     assert ("export" in notes.events) == (not is_ended)
     assert made.evaluation.best.step == (None if is_ended else 1)
 

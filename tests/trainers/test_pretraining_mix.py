@@ -17,12 +17,12 @@ ROWS = [
 
 
 def mix(batch_size: int = 3) -> PretrainingMix:
-    rows: Any = ROWS  # a list suffices: only the dataset's length and rows are used
+    rows: Any = ROWS  # a list suffices, because only the length and the rows are used
     return PretrainingMix(rows, batch_size=batch_size, seed=1)
 
 
 def test_every_row_is_drawn_once_per_epoch() -> None:
-    drawn = [row for step in range(7) for row in mix().draw(step)]  # three epochs of seven rows
+    drawn = [row for step in range(7) for row in mix().draw(step)]  # three epochs of 7 rows
     for start in range(0, 21, 7):
         assert sorted(drawn[start : start + 7]) == list(range(7))
     assert drawn[:7] != drawn[7:14]

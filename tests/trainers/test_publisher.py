@@ -45,7 +45,7 @@ HEADS: dict[str, Any] = {
 
 @dataclass(frozen=True)
 class Stack:
-    """A publisher and the processes that it calls."""
+    """A weight publisher and the processes that it calls."""
 
     policy: WorkerGroup
     fleet: Fleet
@@ -152,7 +152,7 @@ def test_engine_killed_during_publication_restarts_with_the_new_weights(stack: S
 
 
 def kill_soon(member: Member, pause_s: float) -> None:
-    """Stop an engine's process, and kill it after `pause_s` seconds."""
+    """Suspend an engine's process, and kill it after `pause_s` seconds."""
     process: Any = ray.get(member.actor.__ray_call__.remote(lambda engine: os.getpid()))
     os.kill(process, signal.SIGSTOP)
     threading.Timer(pause_s, os.kill, (process, signal.SIGKILL)).start()

@@ -1,4 +1,4 @@
-"""Tests of a served teacher: log-probabilities, vocabulary check and failures."""
+"""Tests of a teacher model on a server: log-probabilities, vocabulary check and failures."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ def wise() -> RemoteTeacher:
 
 
 def taught(episodes: list[Trajectory]) -> list[Trajectory]:
-    """Return the episodes with the teacher's column."""
+    """Return the episodes with the teacher's column added."""
     return EarlyStages(stages=[RemoteTeacherStage(wise())], timeout_s=60).annotate(episodes)
 
 

@@ -1,4 +1,4 @@
-"""Tests of the reward scale that a reward model's evaluation measures."""
+"""Tests of the reward scale that is measured by a reward model's evaluation."""
 
 from __future__ import annotations
 
@@ -53,5 +53,5 @@ def test_deviation_is_exact_beside_a_large_mean(pairs_at_once: int) -> None:
 def test_reward_scale_is_measured_on_one_percent_of_the_pairs_but_at_least_100(
     pairs: int, measured: int
 ) -> None:
-    """With few pairs, --reward.normalize_enable would divide by an unreliable deviation."""
+    """With few pairs, --reward.normalize_enable would divide by an unreliable std."""
     assert len(TASK.measured_rows(range(pairs))) == measured

@@ -1,7 +1,7 @@
 """Tests of prompt sources and evaluation.
 
-A step's prompts depend only on the seed and the position in the run. Evaluation counts every prompt
-once.
+The prompts of a step depend only on the seed and the position in the run. Evaluation counts every
+prompt once.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ SPEC = SamplingSpec(purpose="train", rollout=RolloutConfig(max_new_tokens=4), ma
 
 
 class Prompts(Dataset[Prompt]):
-    """Prompt rows named by their numbers."""
+    """Prompt rows named after their row numbers."""
 
     def __init__(self, count: int) -> None:
         self.count = count
@@ -116,7 +116,7 @@ def source(loop: BackgroundLoop) -> Callable[..., SyncSource]:
 
 
 def drawn(made: SyncSource) -> list[list[tuple[int, str]]]:
-    """Return the running number and text of each prompt, by step."""
+    """Return, for each step, the running number and text of each prompt."""
     return [[(t.prompt.index, t.prompt.text) for t in step] for step in made]
 
 
@@ -225,7 +225,7 @@ def test_requests_carry_the_step_number(source: Make) -> None:
         9,
         9,
         11,
-    ]  # the first 9 is the last request of the first epoch
+    ]  # the first 9 belongs to the first epoch's last request
 
 
 def test_source_is_exhausted_after_the_generators_last_step(source: Make) -> None:
@@ -268,7 +268,7 @@ def test_pass_at_k_is_the_best_and_pass_at_1_the_mean_of_the_samples() -> None:
     assert evaluation_metrics(trajectories, k=2) == {
         "eval/eval_default_pass2": 0.5,
         "eval/eval_default_pass1": 0.25,
-        "eval/eval_default_score_stderr": pytest.approx(0.25),  # from the prompts' means 0.5 and 0
+        "eval/eval_default_score_stderr": pytest.approx(0.25),  # from the prompt means 0.5 and 0
         "eval/eval_default_reward_mean": 0.25,
         "eval/eval_default_response_length_mean": 3.0,
         "eval/eval_default_truncated_rate": 0.25,
@@ -297,7 +297,7 @@ def test_single_sample_per_prompt_gives_only_pass_at_1() -> None:
 def test_failed_samples_are_excluded_and_counted() -> None:
     trajectories = [
         episode(0, 0, score=1.0),
-        failed(0, 1),  # prompt 0: 1 of 1
+        failed(0, 1),  # prompt 0: 1 of 1 succeeds
         episode(1, 0, score=0.0),
         episode(1, 1, score=0.5),  # prompt 1: mean 0.25
         failed(2, 0),

@@ -1,7 +1,7 @@
 """Tests of the order of rows in the offline loop.
 
-Every epoch has only full batches, a resumed run processes the remaining rows, and an evaluation
-counts each row once on any number of ranks.
+Every epoch has only full batches, and a resumed run processes the remaining rows. An evaluation
+counts each row once, on any number of ranks.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ from tests.tiny import character_tokenizer
 
 
 class Numbers:
-    """A dataset in which each row is its own number."""
+    """A dataset in which each row is its own index."""
 
     summary = "numbers"
 
@@ -45,7 +45,7 @@ class Numbers:
 
 
 class CountingTask(OfflineTask[Any, int, TokenRows]):
-    """A task without models that records the rows of each forward pass and evaluation results."""
+    """A task without models that records evaluation results and the rows of each forward pass."""
 
     rows = load_model = None  # pyright: ignore
 
@@ -167,7 +167,7 @@ def test_evaluation_counts_every_row_once(tmp_path: Path, rows: int, ranks: int)
         trainer(tmp_path, task, rows=rows, rank=rank, ranks=ranks).evaluate()
         seen += [row for forward in task.forwards for row in forward]
     assert set(seen) == set(range(rows))
-    # Ranks with fewer rows also run row 0, without counting it.
+    # Ranks with fewer rows also run row 0, but do not count it.
     assert all(seen.count(row) == 1 for row in range(1, rows))
 
 
@@ -186,7 +186,7 @@ def test_every_rank_runs_as_many_forward_passes_as_the_rank_with_most_rows(
 ) -> None:
     """If a rank ran fewer forward passes, the other ranks would wait for it.
 
-    They would wait in a ZeRO 3 forward pass or in the check for an interruption.
+    The other ranks would wait in a ZeRO-3 forward pass or in the check for an interruption.
     """
     forwards = set()
     for rank in range(3):
@@ -208,7 +208,7 @@ def test_evaluation_stops_after_the_forward_pass_in_which_termination_is_request
     made.evaluate()
     assert len(task.forwards) == after and not task.numbers
     assert made.best.evaluated_at == -1  # a resumed run evaluates again
-    # The measurement of exported weights is not interruptible.
+    # Measuring the exported weights cannot be interrupted.
     assert made.measure() == {"mean": pytest.approx(3.5)}
 
 

@@ -55,7 +55,7 @@ def test_offloaded_teacher_leaves_the_device_before_the_student_runs(model: str)
 
 
 def test_served_teacher_returns_logprobs_of_the_token_after_each_position(model: str) -> None:
-    """A token above the student's vocabulary is dropped; a missing token has probability 0."""
+    """Tokens outside the student's vocabulary are dropped; missing tokens have probability 0."""
     line = (
         f"--model.model_name_or_path {model} --kd.teacher_model http://localhost:1/v1 "
         "--kd.top_k 2 --data.dataset d"
@@ -87,7 +87,7 @@ def test_datasets_with_different_kinds_of_step_labels_are_rejected(model: str) -
 
 @pytest.mark.parametrize("loss", sorted(PREFERENCE_LOSSES))
 def test_logged_pair_rewards_are_the_values_that_the_loss_compares(loss: str) -> None:
-    """The chosen answer has a higher probability per token but is longer."""
+    """The chosen answer is longer but has a higher probability per token."""
     line = (
         f"--model.model_name_or_path m --data.dataset d --model.loss_type {loss} --model.beta 0.5"
     )
@@ -108,7 +108,7 @@ def test_logged_pair_rewards_are_the_values_that_the_loss_compares(loss: str) ->
 
 
 def test_logged_loss_mean_is_the_minimized_loss() -> None:
-    """With --model.nll_loss_coef, the minimized loss is larger than the pair's loss."""
+    """With --model.nll_loss_coef, the minimized loss is larger than the loss of the pair alone."""
     line = "--model.model_name_or_path m --data.dataset d --model.nll_loss_coef 2"
     task = PreferenceTask(parse_config(DPOConfig, line.split(), command="dpo"))
 
@@ -134,7 +134,7 @@ def kto_task(flags: str = "") -> KTOTask:
 
 
 def test_kto_rejects_a_dataset_of_one_row() -> None:
-    """With a single row, its KL would equal its own log-ratio."""
+    """With a single row, the KL estimate would equal the row's own log-ratio."""
     rows = [{"input": "a", "output": "b", "label": True}]
     with pytest.raises(DataError, match="at least 2"):
         kto_task().rows(Dataset.from_list(rows), character_tokenizer())

@@ -23,7 +23,7 @@ PLANS = {"ranks": st.integers(1, 5), "batch_size": st.integers(1, 12), "epochs":
 
 
 def batch_of(lengths: list[int]) -> Experience:
-    """Return a batch whose row i has group id i. A row's tokens, except the first, are actions."""
+    """Return a batch whose row i has group id i. All tokens but a row's first are actions."""
     offsets = offsets_of(lengths)
     tokens = torch.arange(len(lengths)).repeat_interleave(torch.tensor(lengths))
     mask = torch.ones(len(tokens), dtype=torch.bool)
@@ -41,7 +41,7 @@ def batch_of(lengths: list[int]) -> Experience:
 
 def learned(plan: RankUpdate, lengths: list[int]) -> list[list[int]]:
     """Return, for each optimizer step, the rows with action tokens that a rank trains on."""
-    worker = CriticWorker.__new__(CriticWorker)  # without a model
+    worker = CriticWorker.__new__(CriticWorker)  # a worker without a model
     worker.train_limits = MicroBatchLimits(size=len(lengths))
     job = Update(experience=batch_of(lengths).select(plan.rows), steps=plan.steps)
     steps = []
@@ -116,7 +116,7 @@ def test_rank_without_rows_runs_the_same_steps_on_uncounted_copies(rows: int) ->
 
 
 def test_rank_without_rows_in_the_last_step_keeps_its_other_rows() -> None:
-    lengths = [4] * 5  # a step of 4 rows and a step of 1 row, for two ranks
+    lengths = [4] * 5  # two ranks share a step of 4 rows and a step of 1 row
     plans = plan_update(lengths, ranks=2, batch_size=4, epochs=1, seed=0)
     assert sorted(len(steps[0]) for steps in (learned(plan, lengths) for plan in plans)) == [2, 2]
     assert sorted(len(steps[1]) for steps in (learned(plan, lengths) for plan in plans)) == [0, 1]

@@ -1,4 +1,4 @@
-"""A rank of the precision tests: master weights, and steps smaller than bfloat16's spacing."""
+"""A rank of the tests of master weights and of steps smaller than the spacing of bfloat16."""
 
 from __future__ import annotations
 
@@ -26,8 +26,8 @@ from tests.loading import load_spec
 
 STEPS, RATE, BETA = 64, 1e-3, 0.75
 CHOSEN, REJECTED, DPO_STEPS, DPO_RATE, DPO_BETA = [5, 9, 20, 7], [5, 9, 31, 40, 12], 6, 1e-5, 40.0
-# The spacing of bfloat16 is 2⁻⁸ = 0.0039 just below 1 and 0.0078 just above: a single step of 0.001
-# would be rounded away.
+# The spacing of bfloat16 is 2⁻⁸ = 0.0039 just below 1 and 0.0078 just above 1, so a single step of
+# 0.001 would be rounded away.
 OPTIMIZER = OptimizerConfig(
     adam=AdamConfig(lr=RATE), lr_scheduler="constant", lr_warmup_ratio=0.0, max_norm=0.0
 )
@@ -63,7 +63,7 @@ def train(strategy: Strategy) -> Tensor:
 
 
 def load(path: str, kind: str, param_dtype: str) -> PolicyModel | Any:
-    """Load the model for a case: a policy, a policy with adapters, or a scalar model.
+    """Load the model for a test case: a policy, a policy with adapters, or a scalar model.
 
     The scalar model has a new head.
     """
@@ -73,7 +73,7 @@ def load(path: str, kind: str, param_dtype: str) -> PolicyModel | Any:
 
 
 def masters_of(strategy: Strategy, path: str, kind: str) -> dict[str, tuple[Tensor, Tensor]]:
-    """Return a new engine's master weights and rounded weights, by name."""
+    """Return a new engine's master weights and rounded weights, keyed by name."""
     engine = TrainEngine(strategy, lambda: load(path, kind, "bf16"), OPTIMIZER, total_steps=STEPS)
     parameters = dict(engine.hf.named_parameters())
     return {
@@ -84,15 +84,15 @@ def masters_of(strategy: Strategy, path: str, kind: str) -> dict[str, tuple[Tens
 
 
 def masters_in(engine: TrainEngine) -> dict[str, Tensor]:
-    """Return copies of the master weights by name."""
+    """Return copies of the master weights, keyed by name."""
     buckets = exported_parameters(engine, 1 << 16, masters=True)
     return {name: tensor.cpu().clone() for bucket in buckets for name, tensor in bucket}
 
 
 def averaged(strategy: Strategy, path: str) -> dict[str, Any]:
-    """Return the master weights before and after each of two steps, and those of an export.
+    """Return the master weights before and after each of two steps, and the weights of an export.
 
-    The export's master weights and rounded weights are those of the EMA.
+    The master weights and rounded weights of the export are those of the EMA.
     """
     optimizer = replace(OPTIMIZER, adam=AdamConfig(lr=1e-5))
     engine = TrainEngine(

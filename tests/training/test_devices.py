@@ -1,4 +1,4 @@
-"""Tests of ports that the system gives to no other socket, and of environment variables."""
+"""Tests of environment variables and of ports that the system gives to no other socket."""
 
 from __future__ import annotations
 

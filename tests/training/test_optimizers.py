@@ -59,7 +59,7 @@ def test_schedule_matches_transformers_over_the_steps_of_the_run(name: str, step
 
 @pytest.mark.parametrize("name", SCHEDULERS)
 def test_run_with_a_single_step_has_a_positive_learning_rate(name: str) -> None:
-    """With a warmup, the only step would have a learning rate of 0."""
+    """With a warmup, the run's only step would have a learning rate of 0."""
     settings = OptimizerConfig(lr_scheduler=name, adam=ADAM)
     optimizer = make_optimizer(model().named_parameters(), settings)
     assert min(make_schedule(optimizer, settings, 1).get_last_lr()) > 0

@@ -50,7 +50,7 @@ OFFLOADED: list[Case] = [
 AVERAGED: list[Case] = [("averaged", "float32", stage, "plain") for stage in (1, 2, 3)]
 PREFERRED: list[Case] = [("preferred", "float32", stage, "plain") for stage in (1, 2, 3)]
 EVERY_CASE = EVERY_STAGE + OTHER_FILES + OFFLOADED + AVERAGED + PREFERRED
-# Cases outside `make verify`: a policy in every stage, everything else only with the most sharding.
+# Cases that always run: a policy in every stage, and everything else only with the most sharding.
 QUICK = [
     case
     for case in EVERY_CASE
@@ -61,7 +61,7 @@ Measured = Callable[[Case], Any]
 
 @pytest.fixture(scope="module")
 def models(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Return a folder with a model per stored data type. All configurations specify float32."""
+    """Return a folder with one model per stored data type. All configurations say float32."""
     folder = tmp_path_factory.mktemp("models")
     for stored, kind in STORED.items():
         save_tiny_model(folder / stored, kind)
@@ -77,9 +77,9 @@ def models(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def measured(models: Path) -> Measured:
-    """Return a function from a case to its results.
+    """Return a function that maps a case to its results.
 
-    One run computes all quick cases, and another run computes all other cases.
+    One run computes all quick cases, and a second run computes all other cases.
     """
 
     @cache
@@ -103,7 +103,7 @@ def name_of(models: Path, case: Case) -> str:
 
 
 def by_case(cases: list[Case]) -> pytest.MarkDecorator:
-    """Run a test for each case: quick cases always, the rest in `make verify`."""
+    """Run a test for each case: quick cases always, the rest only in `make verify`."""
     marked = [
         pytest.param(
             case, marks=() if case in QUICK else pytest.mark.verify, id="-".join(map(str, case))
@@ -140,7 +140,7 @@ def test_steps_smaller_than_bfloat16_spacing_accumulate_in_every_zero_stage(
 def test_master_weights_of_a_new_engine_are_not_rounded(
     models: Path, measured: Measured, case: Case
 ) -> None:
-    """A float32 run initializes the same adapters and heads, so these are compared too."""
+    """A float32 run initializes the same adapters and heads, so these can be compared too."""
     kind, stored, _, _ = case
     found = measured(case)
     check(found, models / stored, kind)
@@ -165,9 +165,9 @@ def test_average_is_computed_from_master_weights_and_changed_weights_are_counted
             found["masters"][name].double(), average, atol=1e-8, rtol=1e-6, msg=name
         )
         assert torch.equal(found["rounded"][name], found["masters"][name].to(torch.bfloat16)), name
-        # Training continues with the master weights from before the export.
+        # Training continues with the same master weights as before the export.
         assert torch.equal(found["after"][name], path[-1][name]), name
-    for name, restarted in found["restarted"].items():  # there are none with ZeRO 3
+    for name, restarted in found["restarted"].items():  # this is empty with ZeRO-3
         assert torch.equal(restarted, path[-1][name]), name
     for (before, after), share in zip(pairwise(found["course"]), found["changed"], strict=True):
         changed = sum(int((after[n].bfloat16() != before[n].bfloat16()).sum()) for n in start)
@@ -179,7 +179,7 @@ def test_average_is_computed_from_master_weights_and_changed_weights_are_counted
 def test_dpo_in_bfloat16_learns_like_float32_under_autocast(
     models: Path, measured: Measured, case: Case
 ) -> None:
-    """If masters started at rounded values, few weights would change and the loss would stall."""
+    """If master weights started at rounded values, few would change and the loss would stall."""
     losses, expected = measured(case), autocast_losses(models / case[1])
     assert losses[0] == expected[0] == pytest.approx(0.6931, abs=1e-4)
     fall, expected_fall = losses[0] - losses[-1], expected[0] - expected[-1]
@@ -188,7 +188,7 @@ def test_dpo_in_bfloat16_learns_like_float32_under_autocast(
 
 
 def autocast_losses(path: Path) -> list[float]:
-    """Return the same losses, computed by a plain loop."""
+    """Return the same losses, computed by a plain autocast loop."""
     model = AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32)
     optimizer = torch.optim.AdamW(
         model.parameters(), lr=DPO_RATE, betas=(0.9, 0.95), weight_decay=0.0

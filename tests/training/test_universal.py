@@ -1,4 +1,4 @@
-"""Tests of universal checkpoints: a run resumes on a different number of ranks identically."""
+"""Tests of universal checkpoints: a run on a different number of ranks resumes identically."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from openrlhf.checkpoints.manifest import Checkpoint, CheckpointError, EngineLay
 from tests.ranks import run_ranks
 from tests.tiny import save_tiny_model
 
-HALF, WHOLE = 2, 4  # number of steps before the resume, and in total
+HALF, WHOLE = 2, 4  # steps before the resume, and total steps
 
 
 def run(ranks: int, model: str, *runs: list[Any]) -> None:

@@ -1,4 +1,4 @@
-"""Tests of accumulation windows: independence of the split, and skipped non-finite steps."""
+"""Tests of accumulation windows, which may be split in any way and skip nonfinite steps."""
 
 from __future__ import annotations
 
@@ -82,7 +82,7 @@ def test_window_result_is_independent_of_the_split_and_skips_nonfinite_steps(
 
 
 def check_poisoned(results: dict[str, Any]) -> None:
-    """Check that step 1 was applied, and that step 0, NaN on one rank, was skipped on all ranks."""
+    """Check that step 1 was applied and that step 0, NaN on one rank, was skipped on all ranks."""
     for layout in POISONED:
         result = results[layout]
         assert result["applied"] == [False, True], layout

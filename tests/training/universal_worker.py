@@ -67,7 +67,7 @@ def train(
 def main() -> None:
     """Run all training jobs. Command-line arguments: model folder, then the jobs as JSON.
 
-    A job consists of ZeRO stage, dtype, first and last step, source folder, and target folder.
+    A job lists its ZeRO stage, dtype, first and last step, source folder, and target folder.
     """
     model, runs = sys.argv[1], json.loads(sys.argv[2])
     for stage, dtype, first, last, source, target in runs:

@@ -30,7 +30,7 @@ OPTIMIZER = OptimizerConfig(
 
 
 def batch(step: int) -> TokenRows:
-    """Return eight rows of different lengths. They are the same in every process."""
+    """Return eight rows of different lengths, which are the same in every process."""
     generator = torch.Generator().manual_seed(step)
     lengths = torch.randint(2, 14, (8,), generator=generator).tolist()
     tokens = [torch.randint(4, 60, (n,), generator=generator).tolist() for n in lengths]
@@ -67,9 +67,9 @@ def train(
     folder: Path,
     poison: int | None = None,
 ) -> dict[str, Any]:
-    """Return a run's gradient norms, final weights, and skipped steps from its checkpoint.
+    """Return a run's gradient norms, its final weights, and the skipped steps in its checkpoint.
 
-    The checkpoint is in `folder`. In step `poison` the loss is NaN on the last rank.
+    The checkpoint is saved in `folder`. In step `poison`, the loss is NaN on the last rank.
     """
     engine = new_engine(strategy, model, OPTIMIZER, packing=packing, total_steps=STEPS)
     norms, applied = [], []
