@@ -44,7 +44,7 @@ def exported(folder: Path, case: str, run: str) -> Path:
 
 @pytest.mark.parametrize("case", [*WHOLE, *ADAPTED])
 def test_export_is_the_average_over_the_applied_steps(folder: Path, case: str) -> None:
-    """The average is p̄ ← β p̄ + (1 − β) p, starting at the initial weights.
+    """The average starts at the initial weights and is updated as p̄ ← β p̄ + (1 − β) p.
 
     A step with a NaN gradient does not count.
     """

@@ -128,7 +128,7 @@ def test_engine_comparison_fails_for_different_weights_and_passes_after_publicat
 
 @pytest.mark.verify
 def test_engine_killed_during_publication_restarts_with_the_new_weights(stack: Stack) -> None:
-    """The engine may restart once. Its second death closes the fleet, so this test runs last."""
+    """The engine may restart once. A second death closes the fleet, so this test must run last."""
     fleet = stack.fleet
     notes: list[str] = []
     stack.publisher.publish(2)  # creates the process group
