@@ -60,7 +60,7 @@ def in_order() -> Iterator[None]:
     thread only records the request (see `asked`); another thread exits the process. Outside the
     main thread, this context manager does nothing.
 
-    Ray's SIGTERM handler would print a stack trace first.
+    Ray's own SIGTERM handler would first print a stack trace.
     """
     if threading.current_thread() is not threading.main_thread():
         yield

@@ -10,7 +10,7 @@ from openrlhf.algorithms.registry import Registry
 from openrlhf.algorithms.tensors import LOG_RATIO_BOUND
 from openrlhf.config import choices
 
-KL_BOUND = 10.0  # nats: the estimate of a token is clipped to ±10
+KL_BOUND = 10.0  # in nats: each token's estimate is clipped to ±10
 
 KLEstimator = Callable[[Tensor], Tensor]  # takes x = log π − log π_ref, clipped to ±20
 KL_ESTIMATORS: Registry[KLEstimator] = Registry(

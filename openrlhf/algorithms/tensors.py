@@ -89,8 +89,8 @@ def logit_logprobs(
     temperature: float = 1.0,
     entropy: bool = False,
 ) -> tuple[Float[Tensor, " N"], Float[Tensor, " N"] | None]:
-    """Return the results of `linear_logprobs` for given logits, several copies of which autograd
-    keeps.
+    """Return the results of `linear_logprobs` for given logits. Autograd keeps several copies of
+    the logits.
     """
     log_p = _log_softmax(logits, temperature)
     logprobs = log_p.gather(1, targets[:, None])[:, 0]

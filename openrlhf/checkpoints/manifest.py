@@ -57,8 +57,8 @@ class EngineLayout:
 class RunState:
     """A run's position, apart from its engines' state.
 
-    Trainers create it and resume from it. Its `identity` survives a JSON round trip: keys are
-    strings, sequences are lists.
+    Trainers create the state and resume from it. Its `identity` survives a JSON round trip: keys
+    are strings, sequences are lists.
     """
 
     step: int  # completed optimizer steps (offline) or rollout steps (RL)
@@ -71,7 +71,7 @@ class RunState:
     best_step: int | None = None  # the step with the best value
     evaluations_since_best: int = 0
     evaluated_at: int = -1  # the step of the last evaluation
-    # Optimizer steps in the whole run, for the learning rate schedule; 0: unknown.
+    # Number of optimizer steps in the whole run, for the learning rate schedule; 0 if unknown.
     planned_updates: int = 0
     run_dir: str = ""
     started: str = ""  # time of the run's first start; empty in older checkpoints

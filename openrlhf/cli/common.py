@@ -235,7 +235,7 @@ def check_folders(config: Command) -> None:
 
 
 def skip_unreachable_hub(config: Command) -> None:
-    """Fail downloads at once if the Hub is unreachable. Its client would retry for a minute."""
+    """Fail downloads at once if the Hub is unreachable. The client would retry for a minute."""
     if not HUB_VARIABLES.isdisjoint(os.environ):
         return
     models = [value for flag, value in flags_in(config) if flag.holds == "model" and value]

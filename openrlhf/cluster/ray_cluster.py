@@ -304,7 +304,7 @@ def _spawn(*args: Any, **options: Any) -> "subprocess.Popen[Any]":
 
 
 def kill_started_ray() -> bool:
-    """Kill all Ray processes that this process has started. Return False if there are none."""
+    """Kill all Ray processes that this process has started. Return False if it has started none."""
     if not _Started.mark:
         return False
     mark = f"{STARTED_BY}={_Started.mark}".encode()

@@ -14,8 +14,8 @@ class EstimatorTraits:
     # True if the estimator compares the samples of a prompt: it then needs at least two, and uses
     # one reward per episode and no discount.
     per_group: bool = False
-    needs_critic: bool = False  # reads the values V(s)
-    whiten: bool = False  # whitens the advantages over all action tokens in the batch
+    needs_critic: bool = False  # True if it reads the values V(s)
+    whiten: bool = False  # True if it whitens the advantages over the batch's action tokens
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -49,7 +49,7 @@ TYPES: dict[str, tuple[Shape, type]] = {
 
 
 class UserError(Exception):
-    """An error that the user can fix, such as a mistake. Commands print only its message.
+    """A user's mistake, or another problem that the user can fix. Commands print only the message.
 
     Secrets in URLs are masked, because the message may end up in logs.
     """

@@ -291,8 +291,8 @@ class ChatConfig(ModelCommand):
     def derived_values(self) -> dict[str, Any]:
         """Return the values derived from the flags, by path.
 
-        By default, a conversation may fill the model's context, and an answer half of a short
-        context.
+        By default, a conversation may fill the model's context, and an answer may fill half of a
+        short context.
         """
         room = rules.room(self)
         values = {"data.max_len": room, "rollout.max_new_tokens": answer_length(room)}

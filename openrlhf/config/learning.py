@@ -21,7 +21,7 @@ from openrlhf.config.rollout import (
     unused_without,
 )
 
-# Requirements of flags, as worded in notices.
+# The requirements of flags, in the wording of notices.
 CRITIC = "a critic (--algo.advantage.estimator gae)"
 FROZEN = (
     "a reference (--algo.kl.init_coef above 0, no --ds.lora.rank) or --algo.distill.teacher PATH"

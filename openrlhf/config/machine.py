@@ -55,7 +55,7 @@ def ray_may_run() -> bool:
     """Return whether a running Ray cluster to join may exist.
 
     If so, RAY_ADDRESS is set or `ray start` has written a file on this machine. The file's path is
-    not part of Ray's public API, but importing Ray to ask it is slow.
+    not part of Ray's public API, but importing Ray to query it is slow.
     """
     address = os.environ.get("RAY_ADDRESS")
     if address:

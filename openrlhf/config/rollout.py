@@ -8,7 +8,7 @@ from typing import Any, ClassVar
 from openrlhf.config import machine
 from openrlhf.config.flags import Section, Unused, derived, items, option, required, value_at
 
-# Requirements of flags, as worded in notices.
+# The requirements of flags, in the wording of notices.
 AGENT = "--train.agent_func_path"
 FUNCTION = "--reward.remote_url FILE.py"
 VERIFIER = "--reward.verifier"

@@ -22,8 +22,8 @@ def now() -> str:
 class FirstStart:
     """Settings fixed when a run is first started.
 
-    Older releases stored neither entry and had no default text format. Runs they started are
-    resumed without the default.
+    Older releases stored neither entry and had no default text format. Runs started by those
+    releases are resumed without the default.
     """
 
     moment: str  # when the run was first started; chat templates insert its date

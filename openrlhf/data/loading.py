@@ -1,4 +1,4 @@
-"""Loading datasets from files, folders and the Hub, and blending them into one."""
+"""Loading of datasets from files, folders and the Hub, and blending of datasets into one."""
 
 import glob
 import math

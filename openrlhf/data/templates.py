@@ -135,7 +135,7 @@ class Passage:
         """Return the passage with each turn extended by the stop text that follows it, if any.
 
         Some templates end a turn only with the next turn's role marker. `unended` counts the turns
-        before the last one that have no stop text.
+        without a stop text, excluding the last turn.
         """
         spans: list[Span] = []
         unended = 0

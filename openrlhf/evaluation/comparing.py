@@ -113,7 +113,7 @@ async def judged(
 
 
 def readable(tokenizer: PreTrainedTokenizerBase, tokens: Sequence[int]) -> str:
-    """Decode tokens without special tokens."""
+    """Decode tokens, leaving out special tokens."""
     return str(tokenizer.decode(list(tokens), skip_special_tokens=True))
 
 

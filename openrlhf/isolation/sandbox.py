@@ -1,9 +1,9 @@
 """A sandbox for Python programs written by a model.
 
-A program runs in a temporary folder, without network, with resource limits and a deadline. It is
-the child of a launcher process that enforces the deadline and kills all remaining processes of the
-program. Both have ended when `run_program` returns, or at the program's deadline if the caller is
-killed. `confinement` restricts the program. This module needs only the standard library.
+A program runs in a temporary folder, without network access, with resource limits and a deadline.
+It is the child of a launcher process that enforces the deadline and kills all remaining processes
+of the program. Both have ended when `run_program` returns, or at the program's deadline if the
+caller is killed. `confinement` restricts the program. This module needs only the standard library.
 """
 
 import json
@@ -43,7 +43,7 @@ ENVIRONMENT = {
     "OMP_NUM_THREADS": "1",
     "OPENBLAS_NUM_THREADS": "1",
 }
-# The interpreter and libraries. Datasets and their answers are not readable.
+# Folders with the interpreter and libraries. A program cannot read datasets and their answers.
 READABLE = [
     sys.prefix, sys.base_prefix, "/usr", "/lib", "/lib64", "/bin", "/etc/ld.so.cache",
     "/etc/localtime", "/dev/zero", "/dev/urandom", "/sys/devices/system/cpu",

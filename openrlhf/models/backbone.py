@@ -188,7 +188,7 @@ class HeadedModel(nn.Module):
             arguments["output_router_logits"] = True
         # With a cache, or any mask, packed documents would attend to each other.
         output = decoder(input_ids=block, position_ids=positions, use_cache=False, **arguments)
-        # A model that is split over several devices leaves the states on the last one.
+        # A model that is split over several devices leaves the states on the last device.
         states = output.last_hidden_state.flatten(0, 1).to(tokens.device)[rows]
         decoded = Decoded(states=states, num_tokens=num_tokens, ring=self.ring, places=places)
         if not balancing:

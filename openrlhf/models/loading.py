@@ -46,7 +46,7 @@ STEP_TOKENS_EXAMPLE = (
 SHOWN_FILES = 8  # in a message
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
 
-transformers_logging.disable_progress_bar()  # a bar per process and model would flood logs
+transformers_logging.disable_progress_bar()  # a progress bar per process and model would flood logs
 
 
 @dataclass(frozen=True, kw_only=True)

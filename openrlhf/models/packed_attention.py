@@ -105,7 +105,7 @@ def _attend_to_documents(
         )
 
     documents = (states.to(dtype).split(lengths, 2) for states in (query, key, value))
-    # The parts have no name, so that they are freed before the conversion.
+    # No variable holds the parts, so that they are freed before the conversion.
     return torch.cat(list(map(attend, *documents)), 2).transpose(1, 2).to(query.dtype)
 
 

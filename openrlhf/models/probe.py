@@ -70,7 +70,7 @@ def find_gap(expected: Tensor, found: Tensor, dtype: torch.dtype) -> LogitGap | 
     gaps = (found - expected).abs()
     spread = float(expected.std())
     magnitude = float(expected.square().mean().sqrt())
-    rounding = 4 * torch.finfo(dtype).eps * magnitude  # of values far from 0
+    rounding = 4 * torch.finfo(dtype).eps * magnitude  # rounding error of values far from 0
     gap = float(gaps.mean())
     if gap <= LARGEST_GAPS[dtype] * spread + rounding:
         return None

@@ -145,7 +145,7 @@ def _cases(model: CheckedModel, device: torch.device) -> list[_Case]:
     if reach:
         lengths = tuple(min(reach + more, max_len) for more in TOKENS_BEYOND_REACH)
         tokens = _ordinary_tokens(model, sum(lengths)).to(device)
-        # A packed sequence may see the preceding sequence; a padded one may see its padding.
+        # A packed sequence might see the preceding sequence, and a padded sequence its padding.
         cases.append(_Case(tokens, lengths, int(model.packing)))
     return cases
 

@@ -35,7 +35,7 @@ class Block(NamedTuple):
     window: int | None = None  # keys at this distance or beyond are hidden
 
     def mask(self, like: Tensor) -> Tensor | None:
-        """Return 0 for visible keys and −inf for hidden ones, or None if all are visible."""
+        """Return 0 for visible keys and −inf for hidden keys, or None if all keys are visible."""
         if self.window is None:
             return None
         queries = torch.arange(self.queries.stop - self.queries.start, device=like.device)
@@ -279,7 +279,7 @@ def _shifted(ring: Ring, block: Tensor) -> Tensor:
 
 
 def _kernel_dtype(states: Tensor) -> torch.dtype:
-    """Return the dtype to compute in. On a CPU it is float32, which halves the kernels' time."""
+    """Return the dtype to compute in. On a CPU, it is float32, which halves the kernels' time."""
     if states.is_cuda:
         return states.dtype
     return torch.promote_types(states.dtype, torch.float32)
@@ -338,7 +338,8 @@ def _attend_backward(
         )
     keys, values = _repeated(key, query), _repeated(value, query)
     if query.is_cuda:
-        unused = torch.zeros(2, dtype=torch.uint64, device=query.device)  # the seed of dropout
+        # takes the place of the dropout seed
+        unused = torch.zeros(2, dtype=torch.uint64, device=query.device)
         of_query, of_keys, of_values = aten._scaled_dot_product_flash_attention_backward(
             gradient, query, keys, values, output, lse.contiguous(), None, None,
             query.shape[2], keys.shape[2], 0.0, block.causal, unused, unused, scale=scale,

@@ -256,7 +256,7 @@ def is_finite(weight: Tensor) -> bool:
 def _held(weight: Any) -> Tensor:
     """Return the values of a weight in this process.
 
-    Under ZeRO 3 this is the rank's shard, without the last shard's padding.
+    Under ZeRO 3, this is the rank's shard, without the last shard's padding.
     """
     if not hasattr(weight, "ds_tensor"):
         return weight.detach()

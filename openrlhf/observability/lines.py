@@ -128,7 +128,7 @@ def evaluation_line(step: int, values: Mapping[str, float]) -> Text:
 def evaluation_label(name: str) -> str:
     """Return a readable name for an evaluation metric: `eval/eval_gsm8k_pass4` is "gsm8k pass@4".
 
-    "default", the data source of rows without one, is omitted.
+    "default", the data source of rows that do not name a source, is omitted.
     """
     label = re.sub(r"^eval/(eval[_ ])?(default_)?", "", name)
     found = re.fullmatch(r"(.*?)_?pass(\d+)", label)

@@ -81,7 +81,7 @@ class Max:
     value: float
 
     def merge(self, other: Self) -> Self:
-        """Return the metric with the larger value, or one whose value is NaN."""
+        """Return the metric with the larger value, or a metric whose value is NaN, if any."""
         if math.isnan(self.value) or self.value >= other.value:
             return self
         return other

@@ -37,7 +37,7 @@ PLAIN = (
 GROWING = (ast.Mult, ast.Pow, ast.LShift, ast.Mod)
 # In an assertion, these names refer to Python's own functions, not to the program's.
 OWN_NAMES = {*dir(builtins), "math"}
-# In characters. Comparing some values takes time quadratic in their length.
+# Maximum length in characters. Comparing some values takes time quadratic in their length.
 LONGEST_ANSWER = 1 << 18
 VALUE = "__value_{}"
 

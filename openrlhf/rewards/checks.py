@@ -118,7 +118,7 @@ def word_bounds(label: Any) -> tuple[int, int]:
 
 @dataclass(frozen=True, kw_only=True)
 class CodeTest:
-    """A test of a program: its standard input, or calls of its functions.
+    """A test of a program: its standard input, or calls to its functions.
 
     `holds` returns whether the output is correct: the program's output, or the calls' values.
     """

@@ -1,9 +1,9 @@
 """Grading of math answers: string rules first, then math-verify.
 
 `grade_answer` compares two answers with the rules that reward functions written for OpenRLHF rely
-on; `grade_math` grades a whole response. An unusual answer such as 9^{9^9} takes seconds, so run
-both in a user process. Functions run in its main thread, as math-verify's signal-based timeout
-requires.
+on; `grade_math` grades a whole response. An unusual answer such as 9^{9^9} takes seconds, so both
+functions must run in a user process. A user process calls functions in its main thread, as
+math-verify's signal-based timeout requires.
 """
 
 import logging

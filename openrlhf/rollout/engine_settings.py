@@ -27,8 +27,8 @@ class EngineSettings:
     max_model_len: int  # maximum length of prompt and response together, in tokens
     seed: int = 0  # seed for samples that have none of their own; the engine's index is added
     device: Device = "cpu"
-    seeded: bool = True  # samples may have seeds
-    stop_strings: bool = False  # samples may have stop strings, which requires a tokenizer
+    seeded: bool = True  # True if samples may have seeds
+    stop_strings: bool = False  # True if samples may have stop strings, which need a tokenizer
     end_token_ids: tuple[int, ...] = ()  # end tokens in addition to those in generation_config.json
     trust_remote_code: bool = False
     lora_rank: int = 0  # rank of the published adapter; 0: full weights are published
@@ -44,7 +44,7 @@ def engine_device() -> Device:
 def engine_environment(device: Device) -> dict[str, str]:
     """Return the environment variables for an engine's process.
 
-    They must be set before torch and vLLM are imported.
+    These variables must be set before torch and vLLM are imported.
     """
     environment = cluster_settings() | {
         "TOKENIZERS_PARALLELISM": "false",

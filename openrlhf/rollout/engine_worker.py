@@ -60,9 +60,9 @@ class WorkerExtension:
     def publication_receive(self, message: bytes) -> bytes:
         """Receive the weights of a pickled `WeightManifest`, and return a pickled `WorkerReceipt`.
 
-        No step may run at the same time: the engine is paused and its scheduler waits for this
-        call. If the call raises, the model has a mix of old, new and missing weights until a later
-        call succeeds.
+        No engine step may run at the same time: the engine is paused and its scheduler waits for
+        this call. If the call raises, the model has a mix of old, new and missing weights until a
+        later call succeeds.
         """
         manifest: WeightManifest = pickle.loads(message)
         if self.device.type != "cpu":

@@ -249,7 +249,7 @@ class Fleet:
         self._bring_up(self._members[index])
 
     def _room(self) -> Slots | None:
-        """Reserve free slots for one more engine. Return None if there are none."""
+        """Reserve free slots for one more engine. Return None if no slots are free."""
         plan = Placement(groups=(self.group,), on_gpus=self.on_gpus)
         places = plan.places(machines(self.on_gpus, free=True))
         if not places:

@@ -115,7 +115,7 @@ class Request:
     prompt is replaced by the next prompt, so that the stream yields the requested number of
     unfiltered groups. `sampled` is called when the engines have sampled the last token of a
     prompt's samples, before the samples are rewarded. With agents, which may sample again at any
-    time, it is called when all of the prompt's episodes have ended.
+    time, `sampled` is called when all of the prompt's episodes have ended.
     """
 
     spec: SamplingSpec
@@ -174,11 +174,11 @@ class Agents(Protocol):
 class RolloutGenerator:
     """A generator that requests samples from the engines and rewards them.
 
-    It runs in the controller; user code runs in other processes. Without `agents` an episode is one
-    sample of the prompt, and `reward` scores the episode. With `agents` an agent runs the episode.
-    If the agent returns no reward, reward models score the finished episode later. An episode whose
-    reward failed gets the reward `fallback` (--reward.on_error); without a fallback the episode
-    fails.
+    It runs in the controller; user code runs in other processes. Without `agents`, an episode is
+    one sample of the prompt, and `reward` scores the episode. With `agents`, an agent runs the
+    episode. If the agent returns no reward, reward models score the finished episode later. An
+    episode whose reward failed gets the reward `fallback` (--reward.on_error); without a fallback
+    the episode fails.
     """
 
     engines: Engines

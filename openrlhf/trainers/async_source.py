@@ -1,4 +1,4 @@
-"""Asynchronous training: samples are generated while the loop trains on earlier ones."""
+"""Asynchronous training: samples are generated while the loop trains on earlier samples."""
 
 import asyncio
 from collections import Counter, defaultdict
@@ -44,7 +44,7 @@ class Started(Held):
 
 @dataclass(eq=False, repr=False)
 class AsyncSource(Source):
-    """Generates samples for as many prompts at once as `Capacity` allows; yields finished ones.
+    """Generates samples for as many prompts at once as `Capacity` allows. Yields finished prompts.
 
     Private methods run in the event loop, public methods in the controller's thread. Prompts start
     in order, without a pause between epochs. With --train.partial_rollout_enable, samples in

@@ -16,7 +16,7 @@ class Held:
 
     version: int
     finished: bool = False
-    filtered: bool = False  # rejected: logged with a step, but not counted in its batch
+    filtered: bool = False  # True if rejected: logged with a step, but not counted in its batch
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -18,7 +18,7 @@ class DynamicFilter:
 
     A step starts with as many prompts as it needs, and each rejected prompt is replaced by the next
     prompt in order. A step therefore draws no more prompts than it needs to fill its batch, in
-    whichever order they finish. Without over-sampling, no prompt is waiting when a step is
+    whatever order the prompts finish. Without over-sampling, no prompt is waiting when a step is
     complete, so a resumed run needs to know only how many prompts were drawn.
     """
 

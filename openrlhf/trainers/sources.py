@@ -81,13 +81,13 @@ class Source(ABC):
     def save(self, folder: Path) -> None:  # noqa: B027 — a source may have nothing to save
         """Write the samples that have been generated but not trained on yet.
 
-        By default nothing is written, because a resumed run generates these samples again.
+        By default, nothing is written, because a resumed run generates these samples again.
         """
 
     def publishing(self, version: int) -> AbstractContextManager[bool]:
         """Yield whether weights can be published in the block.
 
-        By default this is True, because no sample is in progress between steps.
+        By default, this is True, because no sample is in progress between steps.
         """
         return nullcontext(True)
 

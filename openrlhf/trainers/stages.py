@@ -29,7 +29,7 @@ class EpisodeRows:
     """Finished episodes, and their rows with the columns computed so far.
 
     There is one row per conversation: the conversations of the first episode, then those of the
-    second, and so on. By default the rows are built from the episodes when a stage first reads
+    second, and so on. By default, the rows are built from the episodes when a stage first reads
     them, because rewards from a function alone do not need rows.
     """
 
@@ -103,7 +103,7 @@ def annotate(
 ) -> tuple[EpisodeRows, dict[str, Metric]]:
     """Run the stages in parallel and add their results. Skip columns that already exist.
 
-    The timing metrics are the seconds until the result of each stage arrives.
+    Each timing metric is the number of seconds until its stage's result arrives.
     """
     start = time.perf_counter()
     timing: dict[str, Metric] = {}

@@ -215,7 +215,7 @@ class SupervisedTrainer(Generic[Row, Micro]):
     def _evaluation_batches(self) -> Iterator[list[Any]]:
         """Yield this rank's evaluation rows in micro-batches, which may be empty at the end.
 
-        Every rank runs as many forward passes as rank 0, which has the most rows. Under ZeRO 3 a
+        Every rank runs as many forward passes as rank 0, which has the most rows. Under ZeRO 3, a
         forward pass is collective, and so is the check for an interruption.
         """
         size = self.train.micro_batch_size

@@ -71,7 +71,7 @@ class OfflineTask(ABC, Generic[Config, Row, Micro]):
 
     @abstractmethod
     def load_model(self) -> nn.Module:
-        """Load the model to train. Its submodule `hf` is what gets exported."""
+        """Load the model to train. Exports read its submodule `hf`."""
 
     def frozen_paths(self) -> dict[str, str | None]:
         """Return the paths of the frozen language models, keyed by the flags that name them.
@@ -186,7 +186,7 @@ class OfflineTask(ABC, Generic[Config, Row, Micro]):
     def measured_rows(self, train_rows: Rows) -> Any:
         """Return the rows to evaluate if --eval.dataset is not set.
 
-        By default this is None, which disables evaluation.
+        By default, this is None, which disables evaluation.
         """
         return None
 

@@ -55,8 +55,9 @@ def plan_update(
 def distribute(lengths: Sequence[int], rows: Sequence[int], ranks: int) -> list[list[int]]:
     """Distribute `rows` over the ranks so that the ranks' token counts are similar.
 
-    If there are fewer rows than ranks, some ranks get none. Each rank's rows stay in order, so that
-    samples of the same prompt are adjacent and a packed micro-batch computes their prompt once.
+    If there are fewer rows than ranks, some ranks get no rows. Each rank's rows stay in order, so
+    that samples of the same prompt are adjacent and a packed micro-batch computes their prompt
+    once.
     """
     if len(rows) < ranks:
         alone = [[row] for row in rows]

@@ -137,7 +137,8 @@ class TrainEngine:
             return
         states = list(OffloadStateTypeEnum)
         states.remove(OffloadStateTypeEnum.lp_params)
-        # With ZeRO 3 DeepSpeed accepts only its FusedAdam, although the code suits any optimizer.
+        # With ZeRO 3, DeepSpeed accepts only its FusedAdam, although its code works with any
+        # optimizer.
         optimizer_class = type(self.engine.optimizer.optimizer)
         with patch("deepspeed.ops.adam.fused_adam.FusedAdam", optimizer_class):
             self.engine.offload_states(include=states)
@@ -187,8 +188,8 @@ class TrainEngine:
         steps in a row.
         """
         [most] = self.strategy.all_reduce([len(window)], "max")
-        # With ZeRO 2 and 3 all ranks must run the same number of backward passes: a rank with fewer
-        # micro-batches repeats its last one with weight 0.
+        # With ZeRO 2 and 3, all ranks must run the same number of backward passes: a rank with
+        # fewer micro-batches repeats its last one with weight 0.
         rounds = int(most)
         sums: dict[str, float] = {}
         if before:
@@ -338,7 +339,7 @@ class TrainEngine:
                 readable, tag=tag, load_module_strict=not self.partial
             )
         if converts:
-            # With ZeRO 3 DeepSpeed uses the same tensor as the step counter of all parameters.
+            # With ZeRO 3, DeepSpeed uses the same tensor as the step counter of all parameters.
             for state in self.engine.optimizer.state.values():
                 state["step"] = state["step"].clone()
         self._restore_settings(settings)

@@ -40,7 +40,7 @@ def exported_parameters(
 
 
 def exported_bytes(engine: TrainEngine) -> int:
-    """Return the size of an export in bytes. A float32 EMA counts as the weights' data type."""
+    """Return the size of an export in bytes, with a float32 EMA counted in the weights' dtype."""
     weights = sum(math.prod(tensor.shape) for tensor in _exported_tensors(engine))
     return weights * engine.hf.dtype.itemsize
 

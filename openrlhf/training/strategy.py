@@ -153,7 +153,7 @@ class Strategy:
 
 
 class FrozenModel:
-    """A model that is not trained. With ZeRO 3 it is sharded like the trained model.
+    """A model that is not trained. With ZeRO 3, it is sharded like the trained model.
 
     An offloaded model is moved to the device at its first use and stays there until `rest`. With
     ZeRO 3, DeepSpeed moves one layer at a time instead.

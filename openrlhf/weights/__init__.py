@@ -26,7 +26,7 @@ exclude each other (`WeightPublisher.sending`). An update that is launched befor
 before it, because a policy process runs one call at a time. Samples may be in progress: they are
 paused in step 3 and continue with the new weights after step 4. During a refit the other engines
 keep serving. Within step 3, the trainer gathers and packs a bucket while the engines load the
-previous one. The memory of a tensor may be reused: each tensor is packed before the next is
+previous one. The memory of a tensor may be reused: each tensor is packed before the next one is
 requested.
 
 **What is guaranteed.** An engine that serves a version holds exactly the tensors of its manifest:
@@ -38,6 +38,6 @@ resume with the same version. Every wait has a deadline.
 members fail immediately instead of at their deadline. A failed publication leaves no group behind.
 An engine that did not receive its version stays paused, and refuses to resume until a later
 publication succeeds. The publisher checks which engines are lost. If any are, it publishes again to
-the remaining engines, and the lost engines are refitted after their restart. Otherwise it raises
-the error, together with the engines' errors.
+the remaining engines, and the lost engines are refitted after their restart. Otherwise, the
+publisher raises the error, together with the engines' errors.
 """

@@ -71,8 +71,9 @@ class WeightPublisher:
     _: KW_ONLY
     transport: Transport
     timeout_s: float
-    gather: Callable[..., list[Any]]  # waits for calls: `cluster.worker_group.gather`
-    failures: tuple[type[Exception], ...]  # errors of `gather` that may mean a lost process
+    gather: Callable[..., list[Any]]  # function that waits for calls: `cluster.worker_group.gather`
+    # errors from `gather` that may mean that a process was lost
+    failures: tuple[type[Exception], ...]
     check: Callable[[], None] | None = None  # called only once, after the first publication
     groups_made: int = field(default=0, init=False)
     connected: Sequence[EngineProcess] = field(default=(), init=False)  # in the current group
@@ -115,7 +116,7 @@ class WeightPublisher:
         engines.check()
 
     def _publish(self, receivers: Sequence[EngineProcess], version: int | None = None) -> None:
-        """Send the weights as `version`, or with their current version if it is None."""
+        """Send the weights as `version`, or as their current version if `version` is None."""
         if self.connected != receivers:
             self._connect(receivers)
         listing = self.policy.broadcast(PolicyCalls.weight_manifest, version)

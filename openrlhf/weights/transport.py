@@ -6,8 +6,8 @@ A channel's calls block until the bytes have been transferred, or raise Publicat
 Senders and all engine workers form one group, separate from torch's default group. Broadcasts have
 one sender, trainer rank 0: gloo between CPU processes, NCCL between different GPUs. With CUDA IPC,
 every trainer rank sends to the engine worker on its own GPU. Only gloo and, with one rank, CUDA IPC
-have been tested so far. NCCL is based on torch's source code; its test is marked `gpu` and needs
-two GPUs.
+have been tested so far. The NCCL code was written from torch's source code; its test is marked
+`gpu` and needs two GPUs.
 """
 
 import os
@@ -102,7 +102,7 @@ def _nccl_backend(store: Store, group: WeightGroup, rank: int) -> Any:
 
 
 class IpcChannel:
-    """Shares a sender's memory with the worker on the same GPU, which copies and confirms it."""
+    """Shares a sender's memory with the worker on the same GPU, which copies it and confirms."""
 
     def __init__(self, store: Store, group: WeightGroup) -> None:
         self.group = group

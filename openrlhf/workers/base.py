@@ -90,7 +90,7 @@ def column_of(
 ) -> Tensor:
     """Run `forward` on all micro-batches, and return its values for all tokens as a column (N,).
 
-    Under ZeRO 3 a forward pass is collective: a rank with fewer micro-batches than other ranks
+    Under ZeRO 3, a forward pass is collective: a rank with fewer micro-batches than other ranks
     repeats its last micro-batch.
     """
     micro_batches = limits.cut(batch.lengths)
