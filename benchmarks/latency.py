@@ -3,8 +3,8 @@
     python -m benchmarks.latency --median 1 --queue 4 --staleness 16
 
 The environment responds after a random time. The benchmark measures wall-clock seconds per step
-with the same model and engine. The simulator gets the measured duration of an update and of a
-publication, and the distribution of waiting times.
+with the same model and engine. The simulator uses the measured durations of an update and of a
+publication, and the distribution of response times.
 """
 
 from __future__ import annotations
@@ -28,13 +28,13 @@ PROMPTS, SAMPLES, WARM_UP = 16, 4, 4
 STEPS, EPOCHS_AHEAD = (
     20,
     4,
-)  # steps to run, and epochs when asynchronous: its steps are short and vary with slow samples
+)  # steps, and epochs of an asynchronous run, whose steps are short and vary with slow samples
 
 
 def measured(
     folder: Path, data: Path, given: argparse.Namespace, flags: dict[str, Any]
 ) -> list[dict[str, float]]:
-    """Start a run and return the metrics of each step after the warmup."""
+    """Complete a run, and return the metrics of each step after the warmup."""
     common: dict[str, Any] = {
         "actor.model_name_or_path": data / "3M-equal",
         "data.prompt_dataset": data / "prompts.jsonl",

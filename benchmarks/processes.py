@@ -1,6 +1,6 @@
-"""CPU seconds of a command and its descendants, at each row that it adds to a file.
+"""CPU seconds used by a command and its descendants when it adds each row to a file.
 
-Linux only.
+Works only on Linux.
 """
 
 from __future__ import annotations
@@ -21,17 +21,17 @@ LOOK_S = 0.5  # seconds between memory measurements
 
 @dataclass(kw_only=True)
 class Course:
-    """A finished command: CPU seconds at each row of its file, and peak memory.
+    """Measurements of a finished command: CPU seconds at each row of its file, and peak memory.
 
-    Memory is resident memory.
+    The memory is resident memory.
     """
 
     marks: list[float] = field(default_factory=list[float])
-    first_row_s: float = 0.0  # wall-clock time from the start of the command
-    peak_bytes: int = 0  # sum over all processes; shared memory is counted for each process
+    first_row_s: float = 0.0  # wall-clock time since the start of the command
+    peak_bytes: int = 0  # sum over all processes, so shared memory is counted repeatedly
 
     def steps(self, rows: int) -> list[float]:
-        """Return the CPU seconds between each row and the next.
+        """Return the CPU seconds between consecutive rows.
 
         Raises ValueError if the number of rows is not `rows`.
         """
@@ -54,7 +54,7 @@ def follow(
                 seen = trained(rows)
                 if (
                     seen > len(course.marks) or time.monotonic() > looked + LOOK_S
-                ):  # a measurement takes 5 ms
+                ):  # a memory measurement takes 5 ms
                     cpu, memory = usage(process.pid)
                     if seen and not course.marks:
                         course.first_row_s = time.monotonic() - started
@@ -87,7 +87,7 @@ def usage(root: int) -> tuple[float, int]:
     """Return the CPU seconds and resident bytes of a process and all its descendants.
 
     An exited child is counted only if its parent waited for it. The raylet does not wait, so CPU
-    time spent at the start of a run is missing.
+    time spent by its children at the start of a run is missing.
     """
     cpu, memory = 0.0, 0
     parent = psutil.Process(root)

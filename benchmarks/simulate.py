@@ -1,11 +1,11 @@
-"""Prediction of the speed of asynchronous training for a distribution of episode lengths.
+"""Prediction of the speed of asynchronous training for a given distribution of episode lengths.
 
     python -m benchmarks.simulate --prompts 64 --samples 8 --slots 512 --median 30 \
         --sigma 1 --train 20
     python -m benchmarks.simulate --prompts 512 --samples 8 --engines 2000 --slots 4 --queues 1 2 4
 
-No model is needed. Prompts are scheduled and steps are assembled with the same code as in a run
-(`trainers.capacity`).
+No model is needed. Prompts are scheduled and steps are assembled with the same code as in a real
+run (`trainers.capacity`).
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ class Workload:
 
 @dataclass(kw_only=True)
 class Outcome:
-    """The results: seconds of the run, idle fractions, and ages of samples."""
+    """The results of a run: its duration in seconds, idle fractions, and ages of samples."""
 
     steps: int
     seconds: float
@@ -61,17 +61,17 @@ class Outcome:
 
     @property
     def lag(self) -> float:
-        """Return the mean age of a sample, in versions."""
+        """Return the mean age of a sample, in weight versions."""
         return fmean(self.lags.elements())
 
 
 class Engines:
-    """Slots that run episodes in arrival order, in simulated time."""
+    """Slots that run episodes in arrival order and in simulated time."""
 
     def __init__(self, work: Workload) -> None:
         self.work, self.draw = work, random.Random(work.seed)
         self.waiting: deque[int] = deque()  # the prompt of each waiting episode
-        self.running: list[tuple[float, int, int]] = []  # end, tie-breaker, prompt
+        self.running: list[tuple[float, int, int]] = []  # end time, tie-breaker, prompt
         self.left: Counter[int] = Counter()  # number of unfinished episodes for each prompt
         self.busy = 0.0
         self._numbers = count()
@@ -95,7 +95,7 @@ class Engines:
         return self.running[0][0] if self.running else math.inf
 
     def end_one(self) -> int | None:
-        """End the next episode, and return its prompt if this was the prompt's last sample."""
+        """End the next episode, and return its prompt if that was the prompt's last sample."""
         now, _, prompt = heapq.heappop(self.running)
         self._fill(now)
         self.left[prompt] -= 1
@@ -164,7 +164,7 @@ def outcome(work: Workload, engines: Engines, seconds: float, lags: Counter[int]
 
 
 def rows(work: Workload, queues: list[int], staleness: int | None) -> Iterator[list[str]]:
-    """Return a row for each mode of training.
+    """Return a table row for each mode of training.
 
     A row contains the name, seconds per step, speedup, idle fractions, and mean age.
     """

@@ -1,4 +1,4 @@
-"""GRPO in TRL with vLLM in the same process. Writes a row after each step.
+"""GRPO in TRL with vLLM in the same process, which writes a row after each step.
 
 python -m benchmarks.trl_grpo ROWS MODEL PROMPTS DTYPE MAX_NEW_TOKENS STEPS
 """
@@ -38,7 +38,7 @@ def main(rows: str, model: str, prompts: str, dtype: str, new_tokens: str, steps
     name: Any = {"fp32": "float32", "bf16": "bfloat16"}[dtype]
     vllm_generation.LLM = partial(
         vllm.LLM, dtype=name
-    )  # for models stored in float32, TRL defaults to bfloat16
+    )  # even for models stored in float32, TRL defaults to bfloat16
     config = GRPOConfig(
         output_dir=f"{rows}.out",
         use_cpu=True,
@@ -68,7 +68,7 @@ def main(rows: str, model: str, prompts: str, dtype: str, new_tokens: str, steps
         processing_class=AutoTokenizer.from_pretrained(model),
         callbacks=[Rows(Path(rows))],
     )
-    # vLLM on a CPU cannot load weights a second time in TRL's way, so TRL's steps are measured
+    # On a CPU, vLLM cannot load weights a second time as TRL does, so TRL's steps are measured
     # without a weight sync.
     trainer.vllm_generation.sync_weights = lambda: None
     trainer.train()

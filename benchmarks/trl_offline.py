@@ -1,8 +1,8 @@
-"""SFT, training of a reward model or DPO in TRL, in float32.
+"""SFT, reward model training or DPO in TRL, in float32.
 
 python -m benchmarks.trl_offline ROWS KIND MODEL DATA
 
-Rows are grouped by length. Writes a row at the end of each step.
+Data rows are grouped by length. The script writes a row of measurements after each step.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from benchmarks.workload import BATCH, EPOCHS, LONGEST_ROW, OFFLINE_MICRO_BATCH
 
 
 class GroupedPairs:
-    """A mixin that groups pairs by length, because TRL's trainers do not know their lengths."""
+    """A mixin that groups pairs by length, because TRL's trainers do not know a pair's length."""
 
     train_dataset: Any
 
@@ -61,7 +61,7 @@ KINDS: dict[str, tuple[Any, Any, Any, dict[str, Any]]] = {
 
 
 class Rows(TrainerCallback):
-    """A callback that writes the row of every step."""
+    """A callback that writes a row for every step."""
 
     def __init__(self, path: Path) -> None:
         self.path = path
@@ -88,7 +88,7 @@ def main(rows: str, kind: str, model: str, data: str) -> None:
         save_strategy="no",
         disable_tqdm=True,
     )
-    columns = {"input": "prompt", "output": "completion"}  # rows of pairs already have other names
+    columns = {"input": "prompt", "output": "completion"}  # columns of pairs need no renaming
     dataset: Any = load_dataset("json", data_files=data, split="train")
     named = dataset.rename_columns(
         {old: new for old, new in columns.items() if old in dataset.column_names}

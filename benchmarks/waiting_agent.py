@@ -1,6 +1,6 @@
 """A single-turn agent whose environment responds after a random time.
 
-The time is log-normal; the slowest 1 % take ten times the median.
+The response time is log-normal; the slowest 1 % take at least ten times the median.
 """
 
 import asyncio

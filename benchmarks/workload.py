@@ -19,8 +19,8 @@ LETTERS = [chr(code) for code in range(33, 127)]
 PAD, END, SECOND_END = 0, 1, 2
 PROMPTS = 512
 STEP_PROMPTS, SAMPLES, MICRO_BATCH = 32, 8, 32  # per GRPO step
-SFT_ROWS, PAIRS, LONGEST_ROW = 512, 512, 256  # rows and longest row of the offline cases
-SHORT_PROMPT, LONG_PROMPT = 8, 96  # in letters; prompts of GSM8K and HH-RLHF are long
+SFT_ROWS, PAIRS, LONGEST_ROW = 512, 512, 256  # offline: rows, pairs, tokens
+SHORT_PROMPT, LONG_PROMPT = 8, 96  # in characters; GSM8K and HH-RLHF prompts are long
 LONGEST_PROMPT = {"prompts": 2 * SHORT_PROMPT, "long_prompts": LONG_PROMPT}
 BATCH, OFFLINE_MICRO_BATCH, EPOCHS = 64, 8, 2
 NEW_TOKENS = {"equal": 64, "tail": 256}
@@ -34,7 +34,7 @@ SIZES: dict[str, dict[str, Any]] = {  # model sizes by number of parameters
 def save_tokenizer(folder: Path) -> None:
     """Save a tokenizer with one token per character.
 
-    The characters are printable ASCII and control characters as byte-level tokenizers write them.
+    The characters are printable ASCII and control characters, as byte-level tokenizers write them.
     """
     characters = [*LETTERS, *(chr(0x100 + byte) for byte in range(32))]
     words = {
@@ -49,7 +49,7 @@ def save_tokenizer(folder: Path) -> None:
 def save_model(folder: Path, size: str, *, ends: bool) -> None:
     """Save a random Qwen2 with tied embeddings.
 
-    If `ends` is set, each token ends the response with probability 1/67; otherwise none does.
+    If `ends` is set, each token ends the response with probability 1/67; otherwise no token does.
     """
     torch.manual_seed(1)
     model = Qwen2ForCausalLM(
@@ -65,8 +65,8 @@ def save_model(folder: Path, size: str, *, ends: bool) -> None:
         )
     )
     with torch.no_grad():
-        # Coordinate 0 of the residual stream is 0.5 for any text: a negative weight there makes a
-        # token impossible.
+        # Coordinate 0 of the residual stream is 0.5 for any text, so a negative weight there makes
+        # a token impossible.
         layers: Any = model.model.layers
         for layer in layers:
             layer.self_attn.o_proj.weight[0] = layer.mlp.down_proj.weight[0] = 0.0
@@ -97,9 +97,9 @@ def write(folder: Path, size: str) -> None:
 
 
 def dialogue(draw: random.Random, *answers: str, prompt: int = SHORT_PROMPT) -> dict[str, str]:
-    """Return a prompt of the given length with answers of at least 7 letters.
+    """Return a prompt of the given length with answers of at least 7 characters.
 
-    A prompt and an answer have at most 255 letters together; the eos token follows.
+    A prompt and its answer together have at most 255 characters, followed by the eos token.
     """
     longest = LONGEST_ROW - prompt - 1
     return {"input": text(draw, prompt)} | {
@@ -112,7 +112,7 @@ def write_rows(path: Path, rows: list[dict[str, str]]) -> None:
 
 
 def count_tokens(path: Path) -> int:
-    """Count the tokens in a file of `dialogue` rows: one per letter and one eos token per text."""
+    """Count the tokens in a file of `dialogue` rows: one per character and one eos per text."""
     rows = [json.loads(line) for line in path.read_text().splitlines()]
     return sum(
         len(row["input"]) + len(answer) + 1

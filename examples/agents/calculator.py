@@ -3,7 +3,7 @@
     --train.agent_func_path examples/agents/calculator.py --data.label_key answer
 
 The policy may call the calculator before it answers. The reward is 1 if the last message is the
-answer. Requires `pip install openai`.
+correct answer, else 0. Requires `pip install openai`.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ TOOLS: list[Any] = [
 
 
 def calculate(arguments: str) -> str:
-    """Evaluate the tool's arguments: `{"expression": "7*8"}` is 56."""
+    """Evaluate the tool's arguments: `{"expression": "7*8"}` gives 56."""
     try:
         found = re.fullmatch(r"(\d+)([-+*])(\d+)", json.loads(arguments)["expression"])
         left, sign, right = found.groups() if found else ("", "", "")

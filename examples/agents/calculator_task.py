@@ -1,9 +1,9 @@
-"""A toy task for agents with a tool: sums that a tiny model cannot compute by itself.
+"""A toy task for agents with a tool: sums that a tiny model cannot compute without it.
 
     python examples/agents/calculator_task.py FOLDER SEED
 
-It includes transcripts to imitate. Half of them call the calculator; in the other half the answer
-is a guess. After supervised training the policy therefore uses the tool only sometimes.
+The task includes transcripts to imitate. Half of them call the calculator; in the other half the
+answer is a guess. After supervised training the policy therefore uses the tool only sometimes.
 Reinforcement learning can reward it for using the tool more often.
 """
 
@@ -17,7 +17,7 @@ from pathlib import Path
 
 os.environ.setdefault(
     "DS_ACCELERATOR", "cpu"
-)  # this script needs no GPU, so DeepSpeed does not have to look for one
+)  # this script needs no GPU, so keep DeepSpeed from looking for one
 
 import torch
 from transformers import AddedToken, AutoModelForCausalLM, Qwen2Config, Qwen2Tokenizer
@@ -34,7 +34,7 @@ TEMPLATE = (
 
 
 def calculator_tokenizer() -> Qwen2Tokenizer:
-    """Return a tokenizer with one token per character and per fixed part of a tool call."""
+    """Return a tokenizer with one token for each character and each fixed part of a tool call."""
     vocabulary = {
         token: i for i, token in enumerate(["<pad>", END, "<unk>", *"0123456789+-*abcdeghlnorst"])
     }

@@ -1,4 +1,4 @@
-"""A multi-turn environment: guess the number in the label.
+"""A multi-turn environment in which the policy guesses the number in the label.
 
     --train.agent_func_path examples/agents/higher_lower.py --data.label_key answer \
         --rollout.max_turns 8
@@ -16,7 +16,7 @@ from openrlhf.utils.agent import AgentInstanceBase, MultiTurnAgentExecutor
 
 
 class HigherLower(AgentInstanceBase):
-    """One game."""
+    """The environment for one game."""
 
     async def step(self, states: dict[str, Any], **kwargs: Any) -> dict[str, Any]:
         said = re.search(r"\d+", states["action_text"])

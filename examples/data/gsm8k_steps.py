@@ -1,14 +1,14 @@
-"""Rows for a process reward model from GSM8K's graded model solutions.
+"""Training rows for a process reward model, made from GSM8K's graded model solutions.
 
     python examples/data/gsm8k_steps.py gsm8k/example_model_solutions.jsonl steps.jsonl
     python -m openrlhf.cli.train_prm --data.dataset steps.jsonl --data.input_key text \
         --data.label_key labels --prm.placeholder_token ки --prm.reward_tokens + - \
         --model.model_name_or_path MODEL
 
-Each line of a solution is a step. A step is correct if its calculations are. `<<16-3=13>>` is a
-calculation with the result that the model wrote; most results come from a calculator, so few are
-wrong. A step without a calculation that can be checked has no label. The placeholder must be a
-single token of the model's tokenizer.
+Each line of a solution is a step. A step is correct if its calculations are correct.
+`<<16-3=13>>` is a calculation with the result that the model wrote. Most results come from a
+calculator, so few are wrong. A step without a calculation that can be checked has no label. The
+placeholder must be a single token of the model's tokenizer.
 """
 
 from __future__ import annotations
@@ -82,7 +82,7 @@ def rows(lines: list[str], placeholder: str) -> Iterator[dict[str, Any]]:
 
 
 def main() -> None:
-    """Read the solutions, write the rows, and print how many labels there are of each kind."""
+    """Read the solutions, write the rows, and print the number of labels of each kind."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
     parser.add_argument("solutions", type=Path)
     parser.add_argument("output", type=Path)

@@ -10,13 +10,13 @@ from pathlib import Path
 
 os.environ.setdefault(
     "DS_ACCELERATOR", "cpu"
-)  # this script needs no GPU, so DeepSpeed does not have to look for one
+)  # this script needs no GPU, so keep DeepSpeed from looking for one
 
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from transformers import PreTrainedTokenizerFast, Qwen2Config, Qwen2ForCausalLM
 
 VOCABULARY = 4096  # maximum number of tokens
-# The eos token of Qwen2 models. With any other name, their tokenizer would also add this one.
+# The eos token of Qwen2 models. If it had another name, their tokenizer would add this one as well.
 END = "<|endoftext|>"
 
 

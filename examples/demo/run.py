@@ -1,4 +1,4 @@
-"""`make demo`: a tiny model learns from rewards, with the same commands as on a cluster.
+"""The demo of `make demo`: a tiny model learns from rewards, with the commands used on clusters.
 
 task and untrained model → train_sft → train_rm → train_ppo_ray: PPO against the reward model
                                      → train_ppo_ray: GRPO with a rule reward
@@ -54,7 +54,7 @@ def stage_flags(out: Path, seed: int) -> Flags:
 
 
 def sft_flags(task: Path, out: Path, seed: int) -> Flags:
-    """Return flags to learn the answer format from 5,760 worked examples."""
+    """Return flags for learning the answer format from 5,760 worked examples."""
     return [
         *("--model.model_name_or_path", task / "model"),
         *("--data.dataset", task / "train.jsonl", "--data.max_samples", "5760"),
@@ -74,7 +74,7 @@ def sft_flags(task: Path, out: Path, seed: int) -> Flags:
 
 
 def rm_flags(task: Path, model: Path, out: Path, seed: int) -> Flags:
-    """Return flags to train a reward model on 15,000 preference pairs, starting from SFT."""
+    """Return flags for training the SFT model into a reward model on 15,000 preference pairs."""
     return [
         *("--model.model_name_or_path", model, "--data.dataset", task / "pairs.jsonl"),
         *("--eval.dataset", task / "held_out_pairs.jsonl"),
@@ -88,7 +88,7 @@ def rm_flags(task: Path, model: Path, out: Path, seed: int) -> Flags:
 def rl_flags(task: Path, model: Path, out: Path, seed: int) -> Flags:
     """Return the flags that PPO and GRPO share.
 
-    They set 256 samples per step and an evaluation on 400 held-out problems × 4 samples.
+    The flags set 256 samples per step and an evaluation on 400 held-out problems × 4 samples.
     """
     return [
         *("--actor.model_name_or_path", model, "--data.prompt_dataset", task / "prompts.jsonl"),
@@ -122,9 +122,9 @@ def rl_flags(task: Path, model: Path, out: Path, seed: int) -> Flags:
 
 
 def ppo_flags(reward_model: Path) -> Flags:
-    """Return flags for 64 steps of 128 problems × 2 samples.
+    """Return flags for 64 PPO steps of 128 problems × 2 samples.
 
-    The reward comes from the reward model. The rule has weight 0, so it is only logged.
+    The reward comes from the reward model. The rule reward has weight 0, so it is only logged.
     """
     return [
         *(
@@ -171,7 +171,7 @@ def ppo_flags(reward_model: Path) -> Flags:
 
 
 def grpo_flags() -> Flags:
-    """Return flags for 120 steps of 32 problems × 8 samples.
+    """Return flags for 120 GRPO steps of 32 problems × 8 samples.
 
     The reward is 1 for the correct answer, else 0.
     """
@@ -230,7 +230,7 @@ def main() -> None:
 
 
 def run_stages(out: Path, seed: int, display: Display) -> dict[str, StageResult]:
-    """Run SFT, reward model, PPO and GRPO, each in its own folder."""
+    """Run SFT, reward model training, PPO and GRPO, each in its own folder."""
     task, sft, rm = out / "task", out / "sft", out / "rm"
     policy = sft / "model"
     commands = {
@@ -254,7 +254,7 @@ def run_stages(out: Path, seed: int, display: Display) -> dict[str, StageResult]
 
 
 def conclude(stages: dict[str, StageResult], out: Path, *, title: str) -> Path:
-    """Print a table of the results, and write the report with this table above its curves."""
+    """Print a table of the results, and write the report with this table above the curves."""
     columns, rows = summary(stages)
     table = Table(*columns, title="What the model learned")
     for row in rows:

@@ -1,7 +1,7 @@
 """The demo's task, generated from scratch: sort five digits.
 
 The answer to `sort 52918=` is `12589` followed by the eos token. A model with less than a million
-parameters learns the answer format from seconds of supervised training, and the rest from rewards.
+parameters learns the answer format in seconds of supervised training, and the rest from rewards.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from pathlib import Path
 
 os.environ.setdefault(
     "DS_ACCELERATOR", "cpu"
-)  # this script needs no GPU, so DeepSpeed does not have to look for one
+)  # this script needs no GPU, so keep DeepSpeed from looking for one
 
 import torch
 from transformers import AutoModelForCausalLM, Qwen2Config, Qwen2Tokenizer
@@ -23,7 +23,7 @@ from transformers.utils import logging
 DIGITS = 5
 HELD_OUT = 400
 PAD, EOS, UNK = "<pad>", "<eos>", "<unk>"
-SPACE = "Ġ"  # space as byte-level tokenizers write it
+SPACE = "Ġ"  # a space, as byte-level tokenizers write it
 VOCABULARY = [PAD, EOS, UNK, *"0123456789=sort", SPACE]
 
 
@@ -51,7 +51,7 @@ def _write(path: Path, problems: list[str]) -> None:
 
 
 def _write_pairs(path: Path, problems: list[str], generator: random.Random) -> None:
-    """Write preference pairs of a correct answer and a failed attempt."""
+    """Write preference pairs, each with a correct answer and a failed attempt."""
     answers = [sorted(digits) for digits in problems]
     attempts = [_attempt(answer, generator) for answer in answers]
     rows = [
@@ -67,10 +67,10 @@ def _write_pairs(path: Path, problems: list[str], generator: random.Random) -> N
 
 
 def _attempt(answer: list[str], generator: random.Random) -> list[str]:
-    """Return an attempt with the mistakes of a beginner.
+    """Return an attempt with a beginner's mistakes.
 
-    It may contain wrong digits, digits out of order, or one digit too few or too many. Sometimes it
-    equals the answer.
+    The attempt may have wrong digits, digits out of order, or one digit too few or too many.
+    Sometimes it equals the answer.
     """
     attempt = list(answer)
     for position in generator.sample(range(DIGITS), generator.choice((0, 1, 1, 2, 3))):

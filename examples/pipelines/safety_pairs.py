@@ -26,7 +26,7 @@ def make_pairs(rows: list[dict[str, str]], generator: random.Random) -> list[dic
         foreign = [digit for digit in "0123456789" if digit not in digits]
         wrong = list(digits)
         wrong[generator.randrange(len(wrong))] = generator.choice(foreign)
-        if generator.random() < 0.5:  # make the order independent of which answer is chosen
+        if generator.random() < 0.5:  # make the digit order independent of which answer is chosen
             digits.sort()
             wrong.sort()
         pairs.append(

@@ -3,7 +3,7 @@
     .venv/bin/python examples/real_model/data.py SOURCE data --model models/smollm2-135m-instruct
 
 SOURCE contains gsm8k/train.jsonl and hh-rlhf/harmless-base-test.jsonl.gz, as published. The output
-is in data/gsm8k and data/pairs.
+is written to data/gsm8k and data/pairs.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ PAIRS, HELD_OUT_PAIRS = 720, 200
 SPEAKERS = {"Human": "user", "Assistant": "assistant"}
 
 Row = dict[str, Any]
-Count = Callable[[str], int]  # of tokens
+Count = Callable[[str], int]  # counts the tokens in a text
 
 
 def solutions(path: Path, count: Count) -> list[Row]:
@@ -43,7 +43,7 @@ def solutions(path: Path, count: Count) -> list[Row]:
 
 
 def pairs(path: Path, count: Count) -> list[Row]:
-    """Return HH-RLHF pairs of short conversations that differ only in the last answer."""
+    """Return HH-RLHF pairs of short conversations that differ only in their last answer."""
     rows = []
     with gzip.open(path, "rt", encoding="utf-8") as lines:
         for line in lines:
@@ -71,7 +71,7 @@ def conversation(text: str) -> list[Row]:
 
 
 def write(path: Path, rows: list[Row]) -> None:
-    """Write one row per line."""
+    """Write rows to a JSON Lines file."""
     path.parent.mkdir(parents=True, exist_ok=True)
     path.write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
 
@@ -79,7 +79,7 @@ def write(path: Path, rows: list[Row]) -> None:
 def make_data(source: Path, folder: Path, model: Path, *, seed: int) -> None:
     """Write training and held-out rows in an order that depends on `seed`.
 
-    The prompts of the pairs are also written to separate files.
+    The prompts of the preference pairs are also written to separate files.
     """
     tokenizer = AutoTokenizer.from_pretrained(model)
 

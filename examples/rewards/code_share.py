@@ -18,7 +18,7 @@ SECONDS = 5.0  # CPU time limit of each test
 def reward_func(queries: list[str], prompts: list[str], labels: list[str]) -> dict[str, Any]:
     """Return one reward per query.
 
-    A label is JSON with standard inputs and expected outputs, such as
+    A label is JSON with inputs for stdin and expected outputs, such as
     `{"inputs": ["3\\n"], "outputs": ["9\\n"]}`.
     """
     rewards = [
@@ -29,7 +29,7 @@ def reward_func(queries: list[str], prompts: list[str], labels: list[str]) -> di
 
 
 def passed(response: str, tests: dict[str, list[str]]) -> float:
-    """Return the fraction of tests that the last Python block passes."""
+    """Return the fraction of tests that the response's last Python code block passes."""
     blocks = BLOCK.findall(response)
     if not blocks:
         return 0.0

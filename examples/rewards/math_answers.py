@@ -1,4 +1,4 @@
-"""Reward 1 if the boxed answer equals the label, else 0.
+"""A reward of 1 if the boxed answer equals the label, else 0.
 
 `--reward.verifier math` does the same and accepts more forms of answers.
 """
@@ -11,7 +11,7 @@ from openrlhf.utils import extract_boxed_answer, grade_answer
 
 
 def reward_func(queries: list[str], prompts: list[str], labels: list[str]) -> dict[str, Any]:
-    """Return one reward per query. Labels are bare answers: `72`, `\\frac{1}{2}`."""
+    """Return one reward per query. Labels are bare answers such as `72` or `\\frac{1}{2}`."""
     answers = [
         extract_boxed_answer(query.removeprefix(prompt))
         for query, prompt in zip(queries, prompts, strict=True)

@@ -1,6 +1,6 @@
 """A reward for a correct answer, plus a small reward for the format.
 
-The format is reasoning between <think> and </think>, followed by the boxed answer.
+The expected format is reasoning between <think> and </think>, followed by the boxed answer.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ FORM_WEIGHT = 0.1
 
 
 def reward_func(queries: list[str], prompts: list[str], labels: list[str]) -> dict[str, Any]:
-    """Return rewards and scores.
+    """Return a reward and a score per query.
 
     The score is 1 if the answer is correct. Evaluation and dynamic filtering use the score.
     """

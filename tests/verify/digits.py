@@ -1,4 +1,4 @@
-"""The reward of the learning runs: the fraction of digits in their correct position.
+"""The reward for the learning runs: the fraction of digits in their correct positions.
 
 The score is 1 if the whole answer is correct, else 0.
 """
@@ -14,7 +14,7 @@ END = "<eos>"
 def reward_func(
     queries: list[str], prompts: list[str], labels: list[str]
 ) -> dict[str, list[float]]:
-    """Return one reward per query: a prompt followed by its response, with special tokens."""
+    """Return one reward per query, which is a prompt and its response with special tokens."""
     answers = [query.removeprefix(prompt) for query, prompt in zip(queries, prompts, strict=True)]
     pairs = list(zip(answers, labels, strict=True))
     return {

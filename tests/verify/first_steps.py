@@ -1,7 +1,7 @@
 """GRPO in a single process, to study its first optimizer steps.
 
-It uses the real policy worker and credit assignment with the default flags, and Transformers as the
-engine. A run on the demo task takes seconds.
+It uses the real policy worker and credit assignment with default flags, and Transformers as the
+engine. A run on the demo task takes a few seconds.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ class Setting:
     """The flags of a run that differ from the defaults."""
 
     lr: float
-    warmup: float  # fraction of the optimizer steps
+    warmup: float  # as a fraction of the optimizer steps
     dtype: str
     steps: int  # number of batches, each of `OPTIMIZER_STEPS` optimizer steps
 
@@ -55,7 +55,7 @@ class Course:
 
     before: float = 0.0  # held-out pass@1
     after: float = 0.0
-    solved: list[float] = field(default_factory=list[float])  # fraction of the step's samples
+    solved: list[float] = field(default_factory=list[float])  # fraction of samples
     kl: list[float] = field(
         default_factory=list[float]
     )  # KL to the reference at the beginning of the step, in nats per token
@@ -67,7 +67,7 @@ class Course:
 
 @cache
 def strategy(dtype: str, seed: int) -> Strategy:
-    """Create a process group that contains only this process."""
+    """Return a strategy whose process group contains only this process."""
     world = {
         "RANK": "0",
         "WORLD_SIZE": "1",
@@ -80,7 +80,7 @@ def strategy(dtype: str, seed: int) -> Strategy:
 
 
 def course(task: Path, model: Path, setting: Setting, seed: int) -> Course:
-    """Train a task's SFT model for a few steps.
+    """Train the SFT model of a task for a few steps.
 
     The KL penalty is part of the reward; all other settings are the defaults.
     """

@@ -1,4 +1,4 @@
-"""Three small tasks that were not used to choose defaults, and the shortest commands for them.
+"""Three small tasks that were not used to choose defaults, and minimal commands for them.
 
 `python -m tests.verify.held_tasks FOLDER --task adding --dtype bf16 --seed 1` runs the four
 commands of a task and prints pass@1 on held-out problems before and after reinforcement learning.
@@ -31,8 +31,8 @@ from tests.tiny import character_tokenizer, tiny_config
 
 END, PAD = "<eos>", "<pad>"
 REWARD = Path(__file__).parent / "held_reward.py"
-HELD_OUT, SAMPLES = 400, 4  # number of problems, and of responses to each
-WORKED, PROMPTS = 3072, 4096  # number of problems with a worked answer, and without one
+HELD_OUT, SAMPLES = 400, 4  # number of problems, and responses per problem
+WORKED, PROMPTS = 3072, 4096  # number of problems with a worked answer, and number without one
 DTYPES = ("bf16", "fp32")
 POLICY_LR = 3e-5
 Problem = tuple[str, str]  # text, answer
@@ -66,7 +66,7 @@ TASKS: dict[str, Callable[[random.Random], Problem]] = {
 def make_task(folder: Path, task: str, seed: int) -> None:
     """Write an untrained model, worked problems, pairs, prompts and held-out problems.
 
-    No problem occurs in two of the files.
+    No problem occurs in more than one of the files.
     """
     folder.mkdir(parents=True)
     draw = random.Random(seed)
@@ -93,9 +93,9 @@ def write_rows(path: Path, rows: Sequence[dict[str, str]]) -> None:
 
 
 def wrong_answer(answer: str, draw: random.Random) -> str:
-    """Return a near miss, as a trained model would make it.
+    """Return a near miss, such as a trained model would give.
 
-    A number is off by up to 3; in a text, one letter is replaced, omitted or repeated.
+    A number is off by up to 3; in a string, one letter is replaced, omitted or repeated.
     """
     if answer.isdigit():
         return draw.choice(
@@ -109,7 +109,7 @@ def wrong_answer(answer: str, draw: random.Random) -> str:
 def make_model(folder: Path, seed: int) -> None:
     """Save an untrained Qwen2 of 0.8 million parameters, with one token per character.
 
-    Its maximum length is what --data.max_len requires.
+    The model's maximum length is the one that --data.max_len requires.
     """
     torch.manual_seed(seed)
     sizes = {
@@ -126,9 +126,9 @@ def make_model(folder: Path, seed: int) -> None:
 
 @dataclass(frozen=True, kw_only=True)
 class Outcome:
-    """A model's held-out pass@1, and its change compared with the SFT model.
+    """A model's held-out pass@1, and the change from the SFT model's.
 
-    Standard errors are over problems, which are the same before and after training.
+    Standard errors are computed over problems, which are the same before and after training.
     """
 
     pass_at_1: float
@@ -159,19 +159,19 @@ def _error(values: Sequence[float]) -> float:
 
 @dataclass(frozen=True, kw_only=True)
 class Chain:
-    """The outcomes of SFT, PPO and GRPO on one task with one precision and seed."""
+    """The outcomes of SFT, PPO and GRPO on one task with one precision and one seed."""
 
     task: str
     dtype: str
     seed: int
-    pairs_right: float  # fraction of the last training pairs that the reward model ranks correctly
+    pairs_right: float  # fraction of the last training pairs that the reward model ranked correctly
     sft: Outcome
     ppo: Outcome
     grpo: Outcome
 
 
 def commands(task: Path, out: Path, dtype: str, seed: int) -> dict[str, list[str]]:
-    """Return the shortest command of each stage that trains on a task."""
+    """Return a minimal command for each stage that trains on a task."""
     places = {
         stage: f"--train.seed {seed} --ds.param_dtype {dtype} --run.dir {out}/{stage} "
         f"--ckpt.output_dir {out}/{stage}/model --ckpt.path {out}/{stage}/checkpoints"
@@ -198,7 +198,7 @@ def commands(task: Path, out: Path, dtype: str, seed: int) -> dict[str, list[str
 
 
 def run_chain(folder: Path, task: str, dtype: str, seed: int) -> Chain:
-    """Create the task, run its four commands, and measure what each model solves."""
+    """Create the task, run its four commands, and measure how much each model solves."""
     data, out = folder / f"{task}-{seed}", folder / f"{task}-{seed}-{dtype}"
     if not data.exists():
         make_task(data, task, seed)

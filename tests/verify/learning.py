@@ -16,7 +16,7 @@ from tests.sources import ROOT
 
 RECORDS = ROOT / "docs" / "results" / "learning.jsonl"
 COMMAND = "python -m pytest -m verify tests/verify/test_learning.py"
-ENDS = 6  # a curve's first and last values are the means of its first and last sixth
+ENDS = 6  # a curve starts and ends with the means of its first and last sixth
 UNCORRECTED = "uncorrected"
 CORRECTIONS = ("tis", "tis_paper", "icepop", "seq_mask_tis")
 BARS = "▁▂▃▄▅▆▇█"
@@ -28,17 +28,17 @@ class LearningRun:
 
     name: str
     seed: int
-    flags: str  # the method's flags in docs/algorithms.md, then the task's flags that override them
-    # Fraction of each step's samples. Every prompt is used once, so none was seen before.
+    flags: str  # the method's flags in docs/algorithms.md, then the task flags that override them
+    # Fraction of each step's samples that are correct. Every prompt is used once, so all are new.
     solved: list[float]
-    pass_at_1: list[float]  # on held-out problems, before and after training
+    pass_at_1: list[float]  # held-out, before and after training
     versions: str
     seconds: float = 0.0
-    lag: float = 0.0  # mean age of the samples, in versions
+    lag: float = 0.0  # mean age of the samples, in weight versions
 
     @property
     def gain(self) -> float:
-        """Return the change in held-out pass@1 from training."""
+        """Return the change in held-out pass@1 due to training."""
         before, after = self.pass_at_1
         return after - before
 
@@ -65,7 +65,7 @@ def record(run: LearningRun, path: Path = RECORDS) -> None:
 
 
 def by_name(runs: Sequence[LearningRun]) -> dict[str, list[LearningRun]]:
-    """Return the runs of each name, one per seed."""
+    """Return the runs grouped by name, with one run per seed."""
     return {
         name: [run for run in runs if run.name == name]
         for name in dict.fromkeys(run.name for run in runs)
@@ -73,7 +73,7 @@ def by_name(runs: Sequence[LearningRun]) -> dict[str, list[LearningRun]]:
 
 
 def mean_curve(runs: Sequence[LearningRun]) -> list[float]:
-    """Return the mean over seeds at every step that all of the runs reached."""
+    """Return the mean over seeds at every step that all runs reached."""
     return [fmean(step) for step in zip(*(run.solved for run in runs), strict=False)]
 
 
@@ -88,9 +88,9 @@ def sparkline(curve: Sequence[float], width: int = 16) -> str:
 
 
 def summary(runs: Sequence[LearningRun]) -> str:
-    """Return one line for docs/algorithms.md.
+    """Return a one-line summary for docs/algorithms.md.
 
-    It contains the fraction solved at the start and end for each seed, the mean curve, and held-out
+    The line has each seed's fraction solved at the start and end, the mean curve, and held-out
     pass@1 before and after training.
     """
     seeds = ", ".join(f"{run.first:.2f} → {run.last:.2f}" for run in runs)

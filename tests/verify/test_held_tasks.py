@@ -1,4 +1,4 @@
-"""The shortest commands do not make a model worse.
+"""Tests that minimal commands do not make a model worse.
 
 PPO and GRPO train on three tasks, in both precisions, with three seeds. To run a single chain:
 `pytest -m verify tests/verify/test_held_tasks.py -k "adding and bf16 and seed1"`.
@@ -19,7 +19,7 @@ RECORDS = FOLDER / "held_tasks.jsonl"
 
 
 def record(chain: Chain) -> None:
-    """Record a chain, replacing one with the same task, precision and seed; write the page."""
+    """Record a chain, replacing any with the same task, precision and seed, and write the page."""
     lines = RECORDS.read_text(encoding="utf-8").splitlines() if RECORDS.exists() else []
     kept = {(row["task"], row["dtype"], row["seed"]): row for row in map(json.loads, lines)}
     kept[chain.task, chain.dtype, chain.seed] = asdict(chain) | {"versions": versions()}
@@ -69,7 +69,7 @@ def test_outcome_compares_each_problem_with_itself() -> None:
     outcome = Outcome.of(after, before)
     assert outcome.change == -0.125
     assert outcome.change_error == pytest.approx((4 * 0.125**2 / 3) ** 0.5 / 2)
-    assert not outcome.got_worse  # only 1.7 standard errors worse
+    assert not outcome.got_worse  # it is worse by only 1.7 standard errors
     assert Outcome.of([each - 0.25 for each in before[:-1]] + [0.0], before).got_worse
 
 

@@ -1,6 +1,6 @@
 """A reward model trained on all HH-RLHF pairs, killed and resumed halfway.
 
-PPO then trains on all of their prompts with that reward model.
+PPO with that reward model then trains on the prompts of all pairs.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ VOCABULARY = 2048
 def make_model(folder: Path, texts: list[str], marks: Sequence[str] = ()) -> Path:
     """Save a random model with 0.3 million parameters and a tokenizer trained on the texts.
 
-    `marks` are texts that become single tokens.
+    `marks` are strings that become single tokens.
     """
     trained = ByteLevelBPETokenizer()
     trained.train_from_iterator(

@@ -1,6 +1,6 @@
-"""Comparison of synchronous and asynchronous training with an environment of random latency.
+"""Comparison of synchronous and asynchronous training in an environment with random latency.
 
-The results are a page in docs/results/.
+The results are written to a page in docs/results/.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
-"""Every estimator, policy loss, aggregation and correction learns.
+"""Tests that every estimator, policy loss, aggregation and correction learns.
 
-Each uses the flags that docs/algorithms.md lists for it. To start a single run: `pytest -m verify
-tests/verify/test_learning.py -k "group_norm and seed1"`.
+Each run uses the flags that docs/algorithms.md lists for its method. To start a single run:
+`pytest -m verify tests/verify/test_learning.py -k "group_norm and seed1"`.
 """
 
 from __future__ import annotations
@@ -24,11 +24,11 @@ from tests.verify.results import versions
 
 pytestmark = pytest.mark.verify
 STEPS = 32
-# Three standard errors of held-out pass@1, and of the increase in the fraction solved between the
-# first and the last steps.
+# Three standard errors of held-out pass@1, and of the increase in the fraction solved from the
+# first to the last steps.
 LIFT = 0.05
 PASS_AT_1 = "eval/eval_sort_pass1"
-# Samples are four versions old. A correction has to compensate for this.
+# Samples are four versions old, which a correction has to compensate for.
 STALE = "--train.async_enable --train.partial_rollout_enable --train.async_queue_size 4"
 
 
@@ -58,7 +58,7 @@ RUNS = {
         ("clip_higher", "dual_clip", "gspo", "cispo", "sequence", "constant"), batches(32, 8)
     ),
     **dict.fromkeys((UNCORRECTED, *CORRECTIONS), f"{batches(32, 8)} {STALE}"),
-    "distill": f"{batches(32, 8)} --reward.weights 0",  # the rule is only measured
+    "distill": f"{batches(32, 8)} --reward.weights 0",  # the rule is only measured, not rewarded
     "dapo": f"{batches(32, 8)} --reward.overlong_buffer_len 2",
 }
 
@@ -70,7 +70,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @cache
 def supervised(folder: Path, seed: int) -> tuple[Path, Path]:
-    """Create the task for a seed, and the SFT model from which its runs start."""
+    """Create the task for a seed, and the SFT model that its runs start from."""
     task, sft = folder / f"task{seed}", folder / f"sft{seed}"
     subprocess.run([sys.executable, ROOT / "examples/demo/task.py", task, str(seed)], check=True)
     train("train_sft", sft_flags(task, sft, seed))
@@ -79,7 +79,7 @@ def supervised(folder: Path, seed: int) -> tuple[Path, Path]:
 
 @cache
 def teacher(folder: Path, seed: int) -> Path:
-    """Train a better model for the task, with four times as much supervised training."""
+    """Train a better model for the task with four times as much supervised training."""
     task, _ = supervised(folder, seed)
     train(
         "train_sft", [*sft_flags(task, folder / f"teacher{seed}", seed), "--train.max_epochs", "4"]
@@ -121,11 +121,11 @@ def test_training_raises_held_out_pass_at_1(name: str, seed: int, folder: Path) 
     assert set(column(out, "train/nonfinite_steps")) == {0}
     if name == UNCORRECTED:
         return
-    if name in CORRECTIONS:  # stale samples teach less
+    if name in CORRECTIONS:  # a policy learns less from stale samples
         assert after > before
         return
     assert after - before >= LIFT
     if (
         "--algo.dynamic_filtering_enable" not in method
-    ):  # dynamic filtering drops prompts that are always solved
+    ):  # the fraction excludes prompts that are always solved
         assert run.last - run.first >= LIFT

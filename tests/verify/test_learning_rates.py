@@ -1,4 +1,4 @@
-"""The effect of the first optimizer steps on a policy, by learning rate, warmup and precision."""
+"""The effect of learning rate, warmup and precision on a policy's first optimizer steps."""
 
 from __future__ import annotations
 
@@ -72,11 +72,11 @@ def test_high_learning_rate_without_warmup_makes_the_model_worse_in_either_preci
         [change(run) for run in courses[setting]] for setting in SETTINGS
     )
     assert fmean(high) < -0.05 and fmean(high_bf16) < -0.05
-    # the mean of three runs has a standard error of 0.01 to 0.015
+    # the mean over three runs has a standard error of 0.01 to 0.015
     assert min(fmean(low), fmean(low_bf16)) > -0.03 and fmean(warm) > fmean(high_bf16) + 0.02
     first = [fmean(run.kl[1] for run in courses[setting]) for setting in SETTINGS]
     sizes = [fmean(run.update_size[0] for run in courses[setting]) for setting in SETTINGS]
-    for moved, slack in ((first, 2.0), (sizes, 1.2)):  # the precision does not matter
+    for moved, slack in ((first, 2.0), (sizes, 1.2)):  # precision makes no difference
         assert 1 / slack < moved[1] / moved[0] < slack and 1 / slack < moved[3] / moved[2] < slack
 
 

@@ -1,4 +1,4 @@
-"""Every offline method learns its own toy data set with three seeds."""
+"""Tests that every offline method learns its own toy dataset with three seeds."""
 
 from __future__ import annotations
 
@@ -21,18 +21,18 @@ PAIR_LOSS = "held-out loss of a pair"
 
 @dataclass(frozen=True, kw_only=True)
 class Subject:
-    """A method, its toy data set, and the metric that evaluations measure."""
+    """A method, its toy dataset, and the metric that evaluations measure."""
 
     task: str  # the command
-    rows: str  # kind of rows, made by tests/e2e/test_offline_family.py
+    rows: str  # kind of rows, created by tests/e2e/test_offline_family.py
     metric: str
     what: str  # description of the metric on the page
-    wanted: float  # bound that the metric's final value must reach
+    wanted: float  # threshold that the metric's final value must reach
     falls: bool = False
     flags: dict[str, Any] = field(default_factory=dict[str, Any])
 
     def curve(self, folder: Path) -> list[float]:
-        """Return the measured value from each evaluation."""
+        """Return the metric's value at each evaluation."""
         if self.metric != "margin":
             return column(folder, self.metric)
         good, bad = (column(folder, f"eval/{kind}_reward") for kind in ("chosen", "reject"))
@@ -41,7 +41,7 @@ class Subject:
     def arguments(self, workspace: Path, folder: Path, **changes: Any) -> dict[str, Any]:
         """Return the flags of a run.
 
-        SFT uses the same rows as distillation but no teacher.
+        SFT uses the same rows as distillation but has no teacher.
         """
         flags = flags_of(self.rows, workspace, folder, **changes, **self.flags)
         return {

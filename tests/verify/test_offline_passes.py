@@ -1,6 +1,6 @@
 """Offline training on all rows of HH-RLHF and GSM8K.
 
-SFT, DPO and KTO train on HH-RLHF, and PRM on every graded step of GSM8K's solutions. The loss flags
+SFT, DPO and KTO train on HH-RLHF; PRM trains on every graded step of GSM8K's solutions. Loss flags
 keep their defaults.
 """
 

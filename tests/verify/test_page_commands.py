@@ -1,7 +1,7 @@
-"""Pages whose commands build on each other. The commands of a page run in order, as printed.
+"""Tests of pages whose commands build on each other and are run in order, as printed.
 
-Flags that reduce the size are appended to each command. Hub names resolve to local folders with
-tiny models and a few rows.
+Each command gets additional flags that make the run smaller. Hub names resolve to local folders
+with tiny models and a few rows.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ CHAT = (
     "{% endfor %}"
     "{% if add_generation_prompt %}{{ '[assistant] ' }}{% endif %}"
 )
-SAID = "What is 2 plus 2?\n"  # input of an interactive chat
+SAID = "What is 2 plus 2?\n"  # the input to an interactive chat
 COMMAND = re.compile(r"(?:\bopenrlhf |openrlhf\.cli\.)(?:train_)?(\w+)")
 
 
@@ -42,7 +42,7 @@ COMMAND = re.compile(r"(?:\bopenrlhf |openrlhf\.cli\.)(?:train_)?(\w+)")
 class Sequence:
     """Blocks of commands that run in one folder.
 
-    A block is given by its page and a text that it contains. `flags` are appended to commands.
+    A block is identified by its page and a string in it. `flags` are appended to the commands.
     """
 
     blocks: tuple[tuple[str, str], ...]
@@ -50,7 +50,7 @@ class Sequence:
     flags: Mapping[str, str] = field(default_factory=dict[str, str])
 
     def lines(self) -> list[str]:
-        """Return the commands in order, without comments."""
+        """Return the commands of all blocks in order, without comments."""
         found: list[str] = []
         for page, text in self.blocks:
             blocks = re.findall(r"```bash\n(.*?)```", (ROOT / page).read_text(), re.DOTALL)

@@ -1,4 +1,4 @@
-"""Every layout of ranks trains as one process does; the errors are in docs/results/parity.md."""
+"""Tests that every layout trains as one process does. docs/results/parity.md lists the errors."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from tests.trainers.parity import Case, Errors, compare, is_equal
 from tests.verify.results import write_result
 
 pytestmark = pytest.mark.verify
-# Ranks, ring size, tensor-parallel size.
+# Each row: number of ranks, ring size, tensor-parallel size.
 LAYOUTS = (
     (2, 1, 1),
     (2, 2, 1),
@@ -34,7 +34,7 @@ STAGES = (1, 2, 3)
 
 
 def matrix() -> list[Case]:
-    """Return the cases: all layouts and stages for every model, and the rest for some."""
+    """Return all layouts and stages for every model, and other settings only for some models."""
     cases: list[Case] = []
     for model, (ranks, sp, tp), zero in product(MODELS, LAYOUTS, STAGES):
         cases.append(Case(model=model, ranks=ranks, sp=sp, tp=tp, zero=zero))
@@ -56,7 +56,7 @@ def matrix() -> list[Case]:
 
 @pytest.mark.timeout(3600)
 def test_every_layout_equals_one_process(tmp_path: Path) -> None:
-    # In a process of its own, because ranks are forked before any thread is started.
+    # This runs in its own process, because ranks must be forked before any thread is started.
     out = tmp_path / "errors.json"
     command = [sys.executable, "-m", "tests.verify.test_parity", str(tmp_path), str(out)]
     subprocess.run(command, cwd=ROOT, check=True)
@@ -66,12 +66,12 @@ def test_every_layout_equals_one_process(tmp_path: Path) -> None:
         compared.append(found if isinstance(found, str) else Errors(**found))
     write_page(cases, compared)
     for case, errors in zip(cases, compared, strict=True):
-        if case.optim == "sgd":  # AdamW turns rounding into steps of up to a few % of its rate
+        if case.optim == "sgd":  # AdamW amplifies rounding to a few % of the learning rate
             assert is_equal(errors), (case, errors)
 
 
 def write_page(cases: list[Case], compared: list[Errors | str]) -> None:
-    """Write the worst errors of each layout and setting over the ZeRO stages."""
+    """Write the page with each layout's and setting's worst errors over all ZeRO stages."""
     worst: dict[tuple[str, str], list[Errors | str]] = {}
     for case, errors in zip(cases, compared, strict=True):
         layout = case.layout.partition(" ZeRO")[0]
@@ -106,7 +106,7 @@ def write_page(cases: list[Case], compared: list[Errors | str]) -> None:
 
 
 def main() -> None:
-    """Compare all cases, and write their errors."""
+    """Compare all cases, and write the errors to a file."""
     torch.set_num_threads(1)
     folder, out = map(Path, sys.argv[1:])
     cases = matrix()

@@ -1,4 +1,4 @@
-"""Every example pipeline finishes on a laptop, learns, and has nothing to do when rerun."""
+"""Tests that example pipelines finish on a laptop, learn, and have nothing to do when rerun."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from tests.verify.results import write_result
 
 PASS_AT_1 = "eval/eval_sort_pass1"
 REWARD = "eval/eval_sort_reward_mean"
-# A held-out metric rises between the start of the first stage and the end of the second.
+# A held-out metric that must rise between the start of the first stage and the end of the second.
 LIFTED = {
     "instructgpt": ("ppo", "ppo", PASS_AT_1),
     "r1": ("grpo", "grpo", PASS_AT_1),
@@ -81,7 +81,7 @@ NOTES = (
 
 
 def write_comparison(report: str) -> None:
-    """Write the table of results over all seeds as a page."""
+    """Write a page with the table of results over all seeds."""
     table = next(
         each for each in re.findall("<table>(.*?)</table>", report, re.DOTALL) if ">group<" in each
     )

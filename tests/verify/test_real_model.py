@@ -1,4 +1,4 @@
-"""A chat model with 135 million parameters learns with every method.
+"""Tests that a chat model with 135 million parameters learns with every method.
 
 Each run uses the files in examples/real_model with two seeds and takes 10 to 40 minutes on two
 cores. To start a single run: `pytest -m verify tests/verify/test_real_model.py -k "grpo_lora and
@@ -35,17 +35,17 @@ FLOAT32 = ("--ds.param_dtype", "fp32")
 
 @dataclass(frozen=True, kw_only=True)
 class Task:
-    """A run: its command, configuration file, measured value, and the metric of its curve."""
+    """A run's command, configuration file and measured value, and the metric for its curve."""
 
     command: str
     file: str
     measured: str
     curve: str  # name of a metric that is logged at each step
     metric: str = ""  # name of the measured metric, unless `eval` measures it
-    flags: str = ""  # flags in addition to the file's
+    flags: str = ""  # flags in addition to those in the file
     better: str = "higher"
     first: float | None = None  # value before training; None if it is measured
-    at_least: float | None = None  # bound after training; None: must improve by two standard errors
+    at_least: float | None = None  # None: must improve by two standard errors
 
     def line(self) -> str:
         """Return the command line as a user types it."""
@@ -128,9 +128,9 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def reward_models() -> dict[int, Path]:
-    """Return a dict from seeds to the run folders of trained reward models.
+    """Return the run folders of trained reward models, keyed by seed.
 
-    PPO uses the reward model trained with the same seed, or trains one.
+    PPO uses the reward model trained with the same seed, or trains one if there is none.
     """
     return {}
 
@@ -277,11 +277,11 @@ def chat(model: Path, question: str) -> str:
 def measure(
     task: Task, seed: int, model: Path, trained: Path, out: Path
 ) -> tuple[float, float, float]:
-    """Return the measured value before and after training, and one standard error of the change.
+    """Return the measured value before and after training, and the standard error of the change.
 
     `eval` measures a policy's reward: vLLM loads the exported model. Other values come from the
-    run. Then either vLLM loads the exported model and answers prompts, or the exported reward model
-    scores the pairs again.
+    run, after which either vLLM loads the exported policy and answers prompts, or the exported
+    reward model scores the pairs again.
     """
     if task.command == "ppo":
         before = rewards(task, seed, model, out / "eval-before", out)
@@ -303,7 +303,7 @@ def measure(
 
 
 def loss_before(task: Task, model: Path, out: Path) -> float:
-    """Return the held-out loss of the untrained model, measured by a run of one tiny step."""
+    """Return the untrained model's held-out loss, measured by a run with one tiny step."""
     flags = places(task, model, out / "data", out / "untrained")
     one_step = ["--data.max_samples", "16", "--adam.lr", "1e-12"]
     openrlhf(task.command, "--config", EXAMPLE / task.file, *flags, *one_step)

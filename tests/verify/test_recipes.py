@@ -1,4 +1,4 @@
-"""The recipes in docs/inference.md: their commands run in order, as printed."""
+"""Tests that run the commands of the recipes in docs/inference.md in order, as printed."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ PAGE = (ROOT / "docs/inference.md").read_text()
 SECTION = PAGE.partition("## Three recipes")[2].partition("\n## ")[0]
 RECIPES = re.findall(r"^([A-Z][^:\n]*):.*?\n\n```bash\n(.*?)```", SECTION, re.MULTILINE | re.DOTALL)
 NAMES = [name.partition(":")[0] for name, _ in RECIPES]
-# Flags for models of a few kilobytes and for a tokenizer without < and _.
+# Flags for models of a few kilobytes, whose tokenizer has no tokens for < and _.
 SMALL = {
     "generate": "--data.max_len 48 --rollout.max_new_tokens 8 --ds.param_dtype fp32",
     "rm": "--data.max_len 64 --ds.param_dtype fp32",

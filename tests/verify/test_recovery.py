@@ -1,7 +1,7 @@
-"""Seconds until a fault is detected and until the run continues, for docs/fault_tolerance.md.
+"""Measurements, for docs/fault_tolerance.md, of how long fault detection and recovery take.
 
-Deadlines detect a hanging engine and a lost machine, so those times follow from flags and Ray's
-settings.
+A hanging engine and a lost machine are detected by deadlines, so their detection times follow from
+flags and Ray's settings.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ FOUND: dict[str, str] = {}
 
 
 class Watched:
-    """A running command, and the time at which it printed each line."""
+    """A running command, and the times at which it printed its lines."""
 
     def __init__(self, process: subprocess.Popen[str]) -> None:
         self.process = process
@@ -50,7 +50,7 @@ class Watched:
             self.lines.append((time.monotonic(), line))
 
     def wait_for(self, pattern: str, *, after: float = 0.0) -> float:
-        """Wait for a line that matches the pattern, printed after a time, and return its time."""
+        """Wait for a line that matches the pattern, printed after a given time; return its time."""
         deadline = time.monotonic() + 200
         while time.monotonic() < deadline:
             for moment, line in list(self.lines):
@@ -63,7 +63,7 @@ class Watched:
         )
 
     def kill(self, number: signal.Signals, to: str) -> float:
-        """Send a signal to the run's first process with a name, or to the command itself.
+        """Send a signal to the run's first process with this name, or to the command itself.
 
         Returns the time of the signal.
         """
@@ -91,7 +91,7 @@ def watched(process: subprocess.Popen[str]) -> Iterator[Watched]:
 
 
 def put_on_record(fault: str, noticed: float | None, goes_on: float, how: str) -> None:
-    """Add the row of a fault to the table of all faults tested in this session."""
+    """Add a fault's row to the table of all faults tested in this session."""
     seen = "" if noticed is None else f"{noticed:.1f}"
     FOUND[fault] = f"| {fault} | {seen} | {goes_on:.1f} | {how} |"
     text = PAGE.read_text(encoding="utf-8")

@@ -1,6 +1,6 @@
 """The reward server under load, with and without batching.
 
-Clients send the next request as soon as they get a response.
+A client sends its next request as soon as it gets a response.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from tests.verify.results import write_result
 pytestmark = pytest.mark.verify
 CLIENTS = (1, 8, 32)
 REQUESTS = 960  # number of requests for each row of the table
-# Each round sends a third of the requests. The servers take turns, so that other load on the
+# Each round sends a third of the requests, and the servers take turns, so that other load on the
 # machine affects all of them equally.
 ROUNDS = 3
 SIZES = {
@@ -45,13 +45,13 @@ SERVERS = {
 
 @dataclass
 class Cell:
-    """Measurements of one server's clients: seconds per request, and seconds in total."""
+    """Measurements of one server's clients: seconds for each request, and seconds in total."""
 
     latencies: list[float]
     seconds: float = 0.0
 
     def row(self) -> list[str]:
-        """Return requests per second, then median and 99th percentile latency in milliseconds."""
+        """Return requests per second, and median and 99th-percentile latency in milliseconds."""
         cuts = statistics.quantiles(self.latencies, n=100)
         return [
             f"{len(self.latencies) / self.seconds:.0f}",

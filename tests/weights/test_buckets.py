@@ -69,7 +69,7 @@ class TestPlan:
         assert all(len(bucket) == 1 or bucket_nbytes(bucket) <= limit for bucket in buckets)
 
     def test_adjacent_tensors_share_a_bucket_up_to_the_limit(self):
-        # 16 bytes each
+        # each tensor has 16 bytes
         specs = [TensorSpec(name=n, dtype=torch.float32, shape=(4,)) for n in "abcde"]
         assert [len(bucket) for bucket in plan_buckets(specs, 32)] == [2, 2, 1]
 
@@ -142,7 +142,7 @@ class TestHash:
     def test_negating_two_values_changes_the_hash(self):
         """The sign bits of odd values are the highest bits of words.
 
-        Without the shift, two sign bits would cancel out.
+        Without the shift in the formula, the two sign bits would cancel out.
         """
         values = torch.randn(64)
         before = bucket_hash(values.view(torch.uint8))

@@ -1,4 +1,4 @@
-"""Encoders: the manifest lists exactly the tensors that are sent, in the same order."""
+"""Encoders, whose manifest lists exactly the tensors that are sent, in the same order."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ WEIGHTS = {"experts": torch.randn(2, 3, 4), "norm": torch.randn(3)}
 
 
 def split_experts(name: str, tensor: Tensor) -> Iterator[NamedTensor]:
-    """Yield stacked experts one by one, under their names in the model's files."""
+    """Yield stacked experts one by one, named as in the model's files."""
     if name != "experts":
         yield name, tensor
         return

@@ -1,4 +1,4 @@
-"""The publisher's calls, their order, and its reactions to failures, with fake processes."""
+"""The publisher's calls, their order, and how it handles failures, tested with fake processes."""
 
 from __future__ import annotations
 
@@ -25,13 +25,13 @@ class ProcessLost(Exception):
 
 @dataclass
 class Processes:
-    """All processes of a run: each call records its name, and either returns or fails."""
+    """All processes of a run as one fake, which records each call and makes it return or fail."""
 
     calls: list[str] = field(default_factory=list)
     arguments: dict[str, Any] = field(default_factory=dict)
     failures: dict[str, Exception] = field(
         default_factory=dict
-    )  # names of the calls in the order of arrival
+    )  # names of the calls, in order of arrival
 
     def call(self, name: str, *args: Any, **kwargs: Any) -> str:
         self.calls.append(name)

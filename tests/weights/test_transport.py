@@ -1,4 +1,4 @@
-"""Sender and receivers in a gloo group of threads: data arrives intact, and every wait ends."""
+"""A sender and receivers in a gloo group of threads: data arrives intact, and all waits end."""
 
 from __future__ import annotations
 
@@ -61,7 +61,7 @@ class Worker:
         return LoadReport(unwritten=(), stale=())
 
     def holds(self, tensors: Mapping[str, Tensor]) -> bool:
-        """Return whether the worker has loaded exactly these tensors."""
+        """Return whether the worker has loaded these tensors and no others."""
         if self.loaded.keys() != tensors.keys():
             return False
         return all(torch.equal(self.loaded[name], tensor) for name, tensor in tensors.items())
@@ -82,7 +82,7 @@ def joined_sender(group: WeightGroup) -> WeightSender:
 def publish(
     threads: ThreadPoolExecutor, sender: WeightSender, tensors: Iterable[NamedTensor]
 ) -> None:
-    """Send to two new workers, and check that they receive the tensors and equal hashes."""
+    """Send to two new workers, and check that both receive the tensors and equal hashes."""
     group = new_group(world_size=3)
     workers = [Worker(), Worker()]
     receiving = [
@@ -145,7 +145,7 @@ def test_tensors_that_differ_from_the_manifest_fail_immediately_on_both_sides(
 def test_failing_loader_raises_an_error_in_the_sender_immediately(
     threads: ThreadPoolExecutor,
 ) -> None:
-    """The receiver leaves the group, so that the sender does not wait for its deadline."""
+    """The receiver leaves the group, so the sender does not wait until its deadline."""
 
     class Failing(Worker):
         def load(self, delivery: Delivery) -> LoadReport:
@@ -266,7 +266,7 @@ class NcclGroup:
 def test_nccl_group_uses_blocking_waits_and_raises_an_error_for_a_lost_member(
     users_value: str | None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Torch starts no watchdog for a group with blocking waits. Other groups keep theirs."""
+    """Torch starts no watchdog for a group with blocking waits. Other groups keep a watchdog."""
     monkeypatch.delenv("TORCH_NCCL_BLOCKING_WAIT", raising=False)
     if users_value:
         monkeypatch.setenv("TORCH_NCCL_BLOCKING_WAIT", users_value)

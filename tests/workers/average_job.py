@@ -1,4 +1,4 @@
-"""One rank in the weight averaging test: three optimizer steps.
+"""One rank of the weight-averaging test, which takes three optimizer steps.
 
 A worker that resumes from a checkpoint repeats the last step.
 """
@@ -43,7 +43,7 @@ def weights(policy: PolicyWorker) -> dict[str, torch.Tensor]:
 def run(stage: int, dtype: str, lora: LoraConfig, model: str, out: str) -> list[dict[str, Any]]:
     """Return the initial weights and the weights after each step.
 
-    Exports of the whole run and of the resumed run are written to `out`.
+    The exports of the uninterrupted run and of the resumed run are written to `out`.
     """
     ds = DeepSpeedConfig(zero_stage=stage, param_dtype=dtype)
     strategy = Strategy(ds, RankLayout.from_flags(ds, processes=world_size()), seed=0)
@@ -62,7 +62,7 @@ def run(stage: int, dtype: str, lora: LoraConfig, model: str, out: str) -> list[
     path = [weights(policy)]
     for number, step in enumerate(plan.steps):
         if number == 2:
-            # This step is skipped.
+            # This step is skipped because its gradient is not finite.
             policy.update(PolicyUpdate(experience=poisoned, steps=[step], kl_coef=0.0, version=1))
             policy.save_checkpoint(f"{out}/checkpoint", "global_step2")
         policy.update(PolicyUpdate(experience=rows, steps=[step], kl_coef=0.0, version=1))
@@ -80,7 +80,7 @@ def run(stage: int, dtype: str, lora: LoraConfig, model: str, out: str) -> list[
 
 
 def main() -> None:
-    """Run every case. Arguments: model folder, output folder, cases such as `zero3-fp32-lora`."""
+    """Run every case. Arguments: model, output folder, then cases such as `zero3-fp32-lora`."""
     model, out, *cases = sys.argv[1:]
     for case in cases:
         stage, dtype, *adapter = case.removeprefix("zero").split("-")

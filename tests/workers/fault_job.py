@@ -1,4 +1,4 @@
-"""One rank in the fault tests: nonfinite losses and gradients, on the last rank only."""
+"""One rank of the fault tests, in which only the last rank has nonfinite losses and gradients."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from tests.loading import load_spec
 from tests.workers.policy_job import KL_COEF, Policy, batch, role_settings, strategy_of, weights_of
 
 BROKEN = "hf.model.layers.1.mlp.up_proj.weight"
-LIMITS = MicroBatchLimits(size=2, packed=True)  # so that rows keep their order
+LIMITS = MicroBatchLimits(size=2, packed=True)  # with a fixed size, rows keep their order
 POISONED_ROW = 7  # the last rank's last row, in its second micro-batch
 NAN = float("nan")
 
@@ -62,9 +62,9 @@ def error_of(call: Callable[[], object], strategy: Strategy) -> list[str]:
 
 
 def settings_with(max_nonfinite: int, load: LoadSpec) -> RoleSettings:
-    """Return settings that end the run after `max_nonfinite` consecutive skipped steps.
+    """Return settings that end a run after `max_nonfinite` consecutive skipped steps.
 
-    The critic starts from the policy's model.
+    The critic is initialized from the policy's model.
     """
     settings = role_settings(load, LIMITS)
     same = {"actor.model_name_or_path": load.path, "critic.model_name_or_path": load.path}

@@ -1,6 +1,6 @@
-"""One rank in the worker tests: policy and reference score a batch, and the policy is updated.
+"""One rank of the worker tests: policy and reference score a batch, and the policy is updated.
 
-This is repeated for every layout among the arguments.
+The rank repeats this for every layout given as an argument.
 """
 
 from __future__ import annotations
@@ -37,10 +37,10 @@ TEMPERATURE = 0.8
 KL_COEF, ENTROPY_COEF, PTX_COEF, CLIP = 0.1, 0.05, 0.3, 0.2
 BAND = (0.7, 0.95)  # bounds of π_old ÷ π_rollout, whose logarithm is −0.2 ± 0.3 here
 MAX_RESPONSE = 16  # the constant L of constant aggregation
-# Pretraining text. With two ranks, one rank has a single row.
+# Pretraining text. With two ranks, one of them has a single row.
 TEXTS = [[5, 9, 7, 30, 11], [12, 8], [40, 41, 42, 43, 44, 45, 46]]
-# A large epsilon makes AdamW nearly linear in the gradient, so that weights compare as tightly as
-# gradients do.
+# A large epsilon makes AdamW nearly linear in the gradient, so that weights can be compared as
+# tightly as gradients.
 ACTOR = ActorConfig(
     adam=AdamConfig(lr=1.0, eps=1.0),
     lr_scheduler="constant",
@@ -59,7 +59,7 @@ ALGO = AlgoConfig(
 def batch() -> Experience:
     """Return nine rows of different lengths with gaps in their action masks.
 
-    They are the same in every process. The three rows of a group have a common prefix.
+    The rows are the same in every process. The three rows of a group have a common prefix.
     """
     draw = torch.Generator().manual_seed(0)
     tokens, rows = sum(LENGTHS), len(LENGTHS)
@@ -93,7 +93,7 @@ def text(rows: list[int]) -> TokenRows:
 
 
 def score(worker: Any, strategy: Strategy, experience: Experience) -> torch.Tensor:
-    """Compute a column as the experience maker does: each rank scores its share."""
+    """Compute a column as the experience maker does: each rank scores its share of the rows."""
     parts = distribute(LENGTHS, range(len(LENGTHS)), strategy.dp_size)
     column = torch.zeros(experience.num_tokens)
     mine = worker.logprobs(experience.targets().select(parts[strategy.rank]))
@@ -129,26 +129,26 @@ def role_settings(
 
 
 class Policy(PolicyWorker):
-    """A policy with small buckets, so that exports and publications need several."""
+    """A policy with small buckets, so that exports and publications need several buckets."""
 
     bucket_bytes = 1 << 14  # pyright: ignore[reportAssignmentType]
 
 
 def limits_of(name: str) -> MicroBatchLimits:
-    """Parse micro-batch limits: `rows3` is three rows, `tokens20` is at most 20 tokens."""
+    """Parse micro-batch limits: `rows3` means three rows, `tokens20` means at most 20 tokens."""
     if name.startswith("tokens"):
         return MicroBatchLimits(size=1, max_tokens=int(name.removeprefix("tokens")))
     return MicroBatchLimits(size=int(name.removeprefix("rows")))
 
 
 def strategy_of(name: str) -> Strategy:
-    """Parse a strategy: `zero2` is float32 under ZeRO stage 2."""
+    """Parse a strategy: `zero2` means float32 under ZeRO stage 2."""
     ds = DeepSpeedConfig(zero_stage=int(name.removeprefix("zero")), param_dtype="fp32")
     return Strategy(ds, RankLayout.from_flags(ds, processes=world_size()), seed=0)
 
 
 def update(policy: PolicyWorker, experience: Experience) -> Metrics:
-    """Update the policy with each rank's share of the rows, and return all ranks' metrics."""
+    """Update the policy with each rank's share of the rows, and return the metrics of all ranks."""
     strategy = policy.strategy
     plans = plan_update(LENGTHS, ranks=strategy.dp_size, batch_size=BATCH_SIZE, epochs=1, seed=0)
     plan = plans[strategy.rank]
@@ -179,7 +179,7 @@ def weights_of(policy: PolicyWorker) -> dict[str, torch.Tensor]:
 
 
 def run(strategy: Strategy, model: str, limits: MicroBatchLimits, packing: bool) -> dict[str, Any]:
-    """Score the batch, update the policy, score again, and return the weights and metrics."""
+    """Score the batch before and after an update, and return scores, weights and metrics."""
     load = load_spec(path=model, param_dtype="fp32", attention="sdpa", packing=packing)
     settings = role_settings(load, limits)
     policy, reference = Policy(strategy, settings), ReferenceWorker(strategy, settings)

@@ -1,4 +1,4 @@
-"""One rank in the split tests: one policy update for every layout and objective."""
+"""One rank of the split tests, which runs one policy update for every layout and objective."""
 
 from __future__ import annotations
 
@@ -26,10 +26,10 @@ from tests.workers.policy_job import (
 )
 
 OBJECTIVES = list(product(("ppo", "gspo", "cispo"), ("token", "sequence", "constant")))
-# The mean ratio of a row is closer to 1 than the ratios of its tokens, so a narrower range clips
-# as many.
+# A row's mean ratio is closer to 1 than its tokens' ratios, so GSPO needs a narrower range to clip
+# as often.
 CLIPS = {"ppo": 0.2, "gspo": 0.05, "cispo": 0.2}
-# Bounds of π_old ÷ π_rollout, whose logarithm is −0.2 ± 0.3 for each of about five tokens.
+# Bounds of π_old ÷ π_rollout, whose log is −0.2 ± 0.3 for each of a row's (about five) tokens.
 CORRECTIONS = {
     "ppo": CorrectionConfig(level="token", mode="truncate", band=(0.5, 0.9)),
     "gspo": CorrectionConfig(level="geometric", mode="mask", band=(0.75, 0.9)),
@@ -47,7 +47,7 @@ def objective_of(loss: str, aggregation: str) -> tuple[ActorConfig, AlgoConfig]:
 
 
 def experience() -> Experience:
-    """Return the worker tests' batch, with rollout log-probabilities as reference ones."""
+    """Return the worker tests' batch, with rollout log-probabilities as the reference's."""
     rows = batch()
     return replace(rows, ref_logprobs=rows.rollout_logprobs)
 

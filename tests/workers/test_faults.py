@@ -1,4 +1,4 @@
-"""Nonfinite losses and gradients on the real engine: the step is skipped, counted and reported."""
+"""Nonfinite losses and gradients on the real engine: steps are skipped, counted and reported."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ def results(
     model = save_tiny_model(folder / "model")
     run_ranks(request.param, "tests.workers.fault_job", model, str(folder / "results.pt"), *STAGES)
     # With two ranks, rank 0 has rows 0, 2, … and rank 1 has rows 1, 3, …, in micro-batches of two.
-    # Row 7 is the one with nonfinite values.
+    # Only row 7 has nonfinite values.
     where = {1: "micro-batch 5 of 5 on rank 0", 2: "micro-batch 2 of 2 on rank 1"}[request.param]
     return torch.load(folder / "results.pt") | {"where": where, "ranks": request.param}
 
@@ -49,7 +49,7 @@ def test_nonfinite_loss_leaves_published_weights_unchanged(
 def test_nonfinite_loss_leaves_optimizer_state_unchanged(
     results: dict[str, Any], stage: str
 ) -> None:
-    """The next step equals that of a policy without the broken step."""
+    """The next step has the same result as in a policy that never had the broken step."""
     result = results[stage]
     assert equal(result["recovered"], result["healthy"])
     assert not equal(result["recovered"], result["start"])
@@ -59,7 +59,7 @@ def test_nonfinite_loss_leaves_optimizer_state_unchanged(
 def test_applied_step_resets_the_count_of_consecutive_skipped_steps(
     results: dict[str, Any], stage: str
 ) -> None:
-    """A run with `max_nonfinite` 2 survives a bad, a good and a bad step, but not one more."""
+    """With `max_nonfinite` 2, a run survives a bad, a good and a bad step, but not one more."""
     result = results[stage]
     assert result["counts"] == [1, 1]
     assert all(re.match(r"2 optimizer step.* actor", error) for error in result["loss errors"])
@@ -80,7 +80,7 @@ def test_nonfinite_loss_error_names_micro_batch_and_loss_term_on_every_rank(
 def test_nonfinite_gradient_error_names_the_parameter_after_a_skipped_step(
     results: dict[str, Any], stage: str
 ) -> None:
-    """Gradients are only inspected after a skipped step, so the first error names no parameter."""
+    """Gradients are inspected only after a skipped step, so the first error names no parameter."""
     first, second = results[stage]["gradient errors"]
     assert len(first) == len(second) == results["ranks"]
     for error in first:

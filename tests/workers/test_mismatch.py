@@ -19,7 +19,7 @@ def measured(*columns: torch.Tensor) -> dict[str, float]:
 
 
 def test_mismatch_metrics_equal_values_computed_by_hand() -> None:
-    """Δ = log π_rollout − log π_old = 0.2, −0.4; the third token is not an action."""
+    """Δ = log π_rollout − log π_old is 0.2 and −0.4, and the third token is not an action."""
     rollout, old = torch.tensor([[-1.0, -2.0, 9.0]]), torch.tensor([[-1.2, -1.6, -9.0]])
     mask = torch.tensor([[True, True, False]])
     assert measured(old, rollout, mask, torch.tensor([[False, True, False]])) == pytest.approx(

@@ -68,7 +68,7 @@ def scores(hf: PreTrainedModel, row: int) -> Row:
 def plain(model: str) -> dict[str, Any]:
     """Compute scores, then take three optimizer steps, one row at a time.
 
-    Only the plan of the update comes from our code.
+    Only the assignment of rows to steps comes from our code.
     """
     hf = AutoModelForCausalLM.from_pretrained(model, dtype=torch.float64)
     optimizer = torch.optim.AdamW(
@@ -105,7 +105,7 @@ def plain(model: str) -> dict[str, Any]:
 
 
 def step_terms(hf: PreTrainedModel, row: int, ref: Tensor) -> tuple[Any, ...]:
-    """Return sums over a row's sampled tokens: surrogate, KL, entropy, count, clipped count."""
+    """Return sums over a row's sampled tokens: surrogate, KL, entropy, count, and clipped count."""
     logprobs, entropies, mask = scores(hf, row)
     one = batch().select([row])
     assert one.advantages is not None and one.old_logprobs is not None
@@ -124,7 +124,7 @@ def step_terms(hf: PreTrainedModel, row: int, ref: Tensor) -> tuple[Any, ...]:
 
 
 def text_nll(hf: PreTrainedModel) -> Tensor:
-    """Return the mean negative log-likelihood of the pretraining text, at temperature 1."""
+    """Return the mean negative log-likelihood of the pretraining text at temperature 1."""
     tables = [torch.log_softmax(hf(torch.tensor([row])).logits[0, :-1], -1) for row in TEXTS]
     chosen = [
         table.gather(1, torch.tensor(row[1:])[:, None])

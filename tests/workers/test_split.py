@@ -1,8 +1,8 @@
-"""Optimizer steps of the real worker do not depend on how the window is split.
+"""Tests that optimizer steps of the real worker do not depend on how the window is split.
 
-Ranks × ZeRO stages × micro-batches × packing × objectives, compared with a plain float64 loop over
-rows and all logits. The only part of a loss that may depend on the split is the auxiliary loss of a
-mixture of experts, which these tests do not have.
+Ranks × ZeRO stages × micro-batches × packing × objectives are compared with a plain float64 loop
+over rows and all logits. The only part of a loss that may depend on the split is the auxiliary loss
+of a mixture of experts, which these tests do not have.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ MATRIX = [
     "-".join((*layout, *objective))
     for *layout, objective in product(STAGES, LIMITS, SHAPES, OBJECTIVES)
 ]
-# Every stage, limit and shape, and every objective once.
+# Layouts that cover every stage, limit and shape, and every objective once.
 SLICE = [
     "zero0-rows9-padded-ppo-token",
     "zero0-tokens20-packed-cispo-sequence",
@@ -54,7 +54,7 @@ SLICE = [
     "zero3-rows1-padded-cispo-token",
     "zero3-tokens20-packed-gspo-sequence",
 ]
-# float32 against float64, after three steps with a learning rate of 1 and gradients of about 0.1.
+# Tolerances of float32 against float64 after three steps with learning rate 1, gradients about 0.1.
 LOSS, NORM, WEIGHT = 1e-5, 1e-4, 5e-6  # absolute, relative, absolute
 Outcome = dict[str, Any]
 
@@ -66,9 +66,9 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> str:
 
 @pytest.fixture(scope="module")
 def plain(model: str) -> dict[tuple[str, str], Outcome]:
-    """Compute the result of the update under each objective, row by row.
+    """Compute, row by row, the result of the update under each objective.
 
-    Only the rows of each step come from our code.
+    Only the choice of each step's rows comes from our code.
     """
     return {objective: plain_update(model, *objective) for objective in OBJECTIVES}
 
@@ -103,7 +103,7 @@ def plain_update(model: str, loss: str, aggregation: str) -> Outcome:
 def row_terms(hf: PreTrainedModel, row: int, loss: str) -> tuple[Tensor, Tensor]:
     """Return the corrected policy loss of each sampled token in a row, and the sum of β·k3 − c·H.
 
-    The formulas are those of the papers.
+    The formulas are taken from the papers.
     """
     one = experience().select([row])
     assert (
@@ -130,7 +130,7 @@ def row_terms(hf: PreTrainedModel, row: int, loss: str) -> tuple[Tensor, Tensor]
 
 
 def axes_of(correction: CorrectionConfig) -> tuple[str, str, float, float]:
-    """Return the correction's level, mode and bounds."""
+    """Return the level, mode and bounds of the correction."""
     assert correction.level and correction.mode and correction.band
     return correction.level, correction.mode, *correction.band
 

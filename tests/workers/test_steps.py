@@ -1,4 +1,4 @@
-"""Where a response's steps end, and the text that a process reward model scores."""
+"""The ends of a response's steps, and the text that a process reward model scores."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ MARK = TOKENIZER.convert_tokens_to_ids("?")
         ("a\n\n\nb", ["a\n", "\n\nb"]),  # blank text does not count as a step
         ("\na", ["\na"]),
         ("a\nb<eos>", ["a\n", "b"]),
-        ("a?b", ["a?", "b"]),  # the policy writes the placeholder itself
+        ("a?b", ["a?", "b"]),  # the policy itself writes the placeholder
         ("<eos>", ["<eos>"]),
         ("\n", ["\n"]),
     ],
@@ -49,7 +49,7 @@ def test_marked_text_has_one_placeholder_after_each_step() -> None:
 
 
 def test_step_rewards_are_weighted_components_of_the_reward() -> None:
-    """The other components are a reward model and a rule, each with its weight."""
+    """The other components are a reward model and a rule, each with its own weight."""
     reward = combined(
         episode(reward=3.0, score=3.0, actions=4), [10.0], [1.0, 2.0, 0.5], [0, 0.25, 0, 0.5]
     )

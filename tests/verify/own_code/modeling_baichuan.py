@@ -1,6 +1,6 @@
-"""A model like Baichuan: one weight, `W_pack`, makes queries, keys and values.
+"""A model like Baichuan, in which one weight, `W_pack`, produces queries, keys and values.
 
-Written for the tests, for the current version of Transformers.
+The model was written for the tests and supports the current version of Transformers.
 """
 
 from typing import Any
@@ -19,7 +19,7 @@ from .configuration_baichuan import BaichuanConfig
 
 
 class PackedAttention(LlamaAttention):
-    """Attention with one weight for queries, keys and values."""
+    """Attention that uses one weight for queries, keys and values."""
 
     def __init__(self, config: BaichuanConfig, layer_idx: int) -> None:
         super().__init__(config, layer_idx)
