@@ -14,7 +14,7 @@ HASHED_BLOCKS = 256  # number of blocks hashed in a file larger than 16 MiB
 
 
 class Disk(NamedTuple):
-    """Size and free space of a file system in bytes. `total` is 0 if they are unknown."""
+    """Size and free space of a file system in bytes. `total` is 0 if the sizes are unknown."""
 
     total: int
     free: int

@@ -281,7 +281,7 @@ class _Episode:
             )
 
     def result(self) -> dict[str, Any]:
-        """Return the entries on tokens for the result of `execute`."""
+        """Return the entries of `execute`'s result that describe tokens."""
         return {
             "observation_tokens": self.tokens,
             "action_ranges": self.ranges,

@@ -202,7 +202,7 @@ def _walk(node: Any, prefix: str) -> Iterator[Flag]:
         default = getattr(node, attribute.name)
         if is_dataclass(default):
             yield from _walk(default, f"{path}.")
-        elif "help" in attribute.metadata:  # otherwise it is not a flag, for example `given`
+        elif "help" in attribute.metadata:  # other fields, such as `given`, are not flags
             annotation = str(attribute.type)
             shape, kind = TYPES[annotation.removesuffix(" | None")]
             yield Flag(

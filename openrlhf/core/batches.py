@@ -311,7 +311,7 @@ class Steps(Ragged):
 class Pairs(Ragged):
     """Pairs of texts: row 2i is the chosen text of pair i, and row 2i + 1 is the rejected text."""
 
-    margins: Float[Tensor, " B"] = per_sample()  # margin of the pair, at both of its rows
+    margins: Float[Tensor, " B"] = per_sample()  # the pair's margin, stored for both of its rows
 
 
 @dataclass(frozen=True, kw_only=True)

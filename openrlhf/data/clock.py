@@ -1,6 +1,6 @@
 """The date that chat templates insert: the date on which the run was first started.
 
-It stays the same if the run is resumed on a later day.
+The date stays the same if the run is resumed on a later day.
 """
 
 from datetime import datetime

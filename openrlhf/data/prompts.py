@@ -29,12 +29,12 @@ class PromptDataset(TokenizedRows[Prompt]):
     """A dataset's prompts, rendered when the object is created. No row is dropped.
 
     With `apply_chat_template`, the input column contains strings (a user message) or lists of
-    messages. These are rendered up to the last turn that is not the assistant's, with the tools in
-    the `tools` column and a generation prompt. Otherwise the column contains strings, which are put
-    into `input_template`. If a column is missing, its default is the label "", the data source
-    "default" or no images. A prompt's index is its row number; a source replaces it with the number
-    of the draw. Raises DataError if a column is missing or prompts are malformed or empty, naming
-    the first ones.
+    messages. The messages are rendered up to the last turn that is not the assistant's, with the
+    tools in the `tools` column and a generation prompt. Otherwise the column contains strings,
+    which are put into `input_template`. If a column is missing, its default is the label "", the
+    data source "default" or no images. A prompt's index is its row number; a source replaces it
+    with the number of the draw. Raises DataError if a column is missing or prompts are malformed or
+    empty, naming the first ones.
     """
 
     row: ClassVar = Prompt

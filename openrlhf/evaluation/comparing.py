@@ -125,9 +125,9 @@ def sampled(answer: Trajectory) -> list[int]:
 def win_rate(pairs: Sequence[Comparison]) -> tuple[float, float]:
     """Return the mean win, averaged first over the pairs of each prompt, and its standard error.
 
-    A tie counts as one half. The standard error is over prompts. Failed pairs are ignored. The win
-    rate is NaN if there are no pairs, and its standard error is NaN if there are fewer than two
-    prompts.
+    A tie counts as one half. The standard error is computed over prompts. Failed pairs are ignored.
+    The win rate is NaN if there are no pairs, and its standard error is NaN if there are fewer than
+    two prompts.
     """
     prompts: dict[int, list[float]] = {}
     for pair in pairs:

@@ -25,7 +25,7 @@ from typing import NoReturn
 
 from openrlhf.isolation import confinement
 
-MEMORY_BYTES = 2 << 30  # address space of each process
+MEMORY_BYTES = 2 << 30  # limit on the address space of each process
 FILE_BYTES = 16 << 20  # maximum size of each file, including the captured output
 PROCESSES, OPEN_FILES = 32, 128
 FOLDER_ENTRIES, FOLDER_BYTES = 4096, 256 << 20  # limits on the contents of a program's folder

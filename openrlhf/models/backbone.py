@@ -38,7 +38,7 @@ class Decoded:
     """The last hidden states of a flat batch: those that this rank has computed."""
 
     states: Float[Tensor, "n H"]
-    num_tokens: int  # N, of the whole batch
+    num_tokens: int  # N, the number of tokens in the whole batch
     aux_loss: Tensor | None = None  # the load-balancing loss, if it is computed
     ring: Ring | None = None
     # The states' positions in the batch, in ascending order, or None if this rank has all states.

@@ -105,7 +105,7 @@ class OutputHead(nn.Module):
 
 
 def preceding(states: Float[Tensor, "N ..."], places: Int[Tensor, " K"]) -> Float[Tensor, "K ..."]:
-    """Return the states one token before each of `places`, which must not include first tokens.
+    """Return the states one token before each of `places`, which must not start a sequence.
 
     All reads of the previous token's state go through this function: if a sequence is split, that
     token may be on another rank.

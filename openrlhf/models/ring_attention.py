@@ -30,7 +30,7 @@ class Block(NamedTuple):
 
     queries: slice
     keys: slice
-    causal: bool  # a square on the diagonal; otherwise all keys come before all queries
+    causal: bool  # a square on the diagonal; if false, all keys come before all queries
     distance: int = 0  # distance of the first query from the first key, in tokens
     window: int | None = None  # keys at this distance or beyond are hidden
 

@@ -117,7 +117,7 @@ class Fleet:
     def start(self, settings: EngineSettings, *, log_dir: str, timeout_s: float) -> None:
         """Make all engines load the model, without waiting for them.
 
-        Raises PlacementError if their devices are not free.
+        Raises PlacementError if the engines' devices are not free.
         """
         self.settings = settings
         self.timeout_s = timeout_s

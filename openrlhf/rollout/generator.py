@@ -156,7 +156,7 @@ class Engines(Protocol):
 
     async def rest(self) -> None: ...  # called at the end of each stream
 
-    def metrics(self) -> dict[str, Metric]: ...  # since the last call
+    def metrics(self) -> dict[str, Metric]: ...  # metrics since the last call
 
 
 Generate = Callable[

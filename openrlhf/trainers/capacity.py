@@ -50,8 +50,8 @@ class Capacity:
         The step trains the weights of version `version` on the oldest finished prompts. It waits
         for unfinished older prompts that would otherwise become too old: after each step, the
         remaining prompts must be young enough for the steps that will train on them in order.
-        Rejected prompts belong to the step of the prompts before them. `last`: no more prompts will
-        start, so the step may be smaller.
+        Rejected prompts belong to the step of the prompts before them. If `last` is true, no more
+        prompts will start, so the step may be smaller.
         """
         kept: list[int] = []
         left: list[Held] = []  # prompts for later steps

@@ -26,7 +26,7 @@ class Evaluation:
     config: RLFlags
 
     def is_due(self, step: int, *, last: bool) -> bool:
-        """Return whether to evaluate the weights after `step`, as is always done after the last.
+        """Return whether to evaluate the weights after `step`, as is always done at the end.
 
         A step's evaluation comes before its checkpoint.
         """

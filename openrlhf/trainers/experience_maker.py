@@ -178,10 +178,10 @@ class ExperienceMaker:
         return columns
 
     def _teacher_kl(self, experience: Experience) -> Tensor:
-        """Return log π_old − log π_teacher for each sampled token (N,), to be minimized.
+        """Return log π_old − log π_teacher of each sampled token (N,), the value to minimize.
 
-        It is the token's contribution to KL(π ‖ teacher). Only the token itself gets credit, not
-        earlier tokens. Lu et al. 2025, On-Policy Distillation,
+        The value is the token's contribution to KL(π ‖ teacher). Only the token itself gets credit,
+        not earlier tokens. Lu et al. 2025, On-Policy Distillation,
         thinkingmachines.ai/blog/on-policy-distillation; Agarwal et al. 2024, arXiv:2306.13649
         """
         assert experience.old_logprobs is not None and experience.teacher_logprobs is not None
@@ -200,7 +200,7 @@ class ExperienceMaker:
                 buffer=flags.overlong_buffer_len,
                 factor=flags.overlong_penalty_factor,
             )
-            # An episode's penalty is that of its longest conversation.
+            # An episode gets the penalty of its longest conversation.
             episodes = experience.episode_of_row
             worst = penalties.scatter_reduce(0, episodes, penalties, "amin", include_self=False)
             rewards = rewards + worst[episodes]
