@@ -55,7 +55,8 @@ class _Request(BaseModel):
                 continue
             accepted = NEUTRAL_VALUES.get(name, ())
             if not any(type(value) is type(other) and value == other for other in accepted):
-                raise _unsupported(name, f"{value!r:.100} is not supported. Remove it")
+                allowed = "".join(f" or set it to {other!r}" for other in accepted)
+                raise _unsupported(name, f"{value!r:.100} is not supported. Remove it{allowed}")
         reserved = RESERVED_VARIABLES & (self.chat_template_kwargs or {}).keys()
         if reserved:
             raise _unsupported("chat_template_kwargs", f"{sorted(reserved)} cannot be set")
@@ -122,6 +123,13 @@ def reason_of(errors: list[Any]) -> tuple[str, str | None]:
     error = errors[0]
     if error["type"] == "unsupported":
         return error["msg"], error["ctx"]["name"]
-    place = ".".join(map(str, error["loc"]))
-    field = next((part for part in error["loc"][1:] if isinstance(part, str)), None)
-    return f"{place}: {error['msg']}. The value is {error['input']!r:.100}", field
+    if error["type"] == "json_invalid":
+        detail = error.get("ctx", {}).get("error", error["msg"])
+        return f"the body is not valid JSON: {detail}, at character {error['loc'][-1]}", None
+    location = [str(part) for part in error["loc"] if part != "body"]
+    if not location:
+        return f"the body must be a JSON object: {error['msg']}", None
+    field = location[0]
+    if error["type"] == "missing":
+        return f"{'.'.join(location)} is missing", field
+    return f"{'.'.join(location)}: {error['msg']}, not {error['input']!r:.100}", field

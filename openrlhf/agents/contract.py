@@ -160,12 +160,16 @@ class MultiTurnAgentExecutor(AgentExecutorBase):
             await self._take_turns(agent, episode, label)
         finally:
             await awaited(agent.close())
+        reward = sum(episode.rewards)
+        score = episode.score
+        if score is None:
+            score = reward
         result = {
             "prompt": prompt,
             "label": label,
             **episode.result(),
-            "reward": sum(episode.rewards),
-            "scores": episode.score,
+            "reward": reward,
+            "scores": score,
             "extra_logs": episode.logs,
         }
         if self.turn_rewards:
@@ -218,6 +222,7 @@ class _Episode:
         prompt_room = max(1, max_length - (params.max_tokens or 1))
         self.tokens = encode(tokenizer, text)[-prompt_room:]
         self.ranges: list[tuple[int, int]] = []
+        self.outputs: list[CompletionOutput] = []  # one per range
         self.rewards: list[float] = []  # one per turn
         self.score: float | None = None  # score of the last turn that has a score
         self.logs: dict[str, Any] = {}
@@ -241,6 +246,7 @@ class _Episode:
         self.end_text = self._end_of(output)
         self.tokens += output.token_ids
         self.ranges.append((start, len(self.tokens)))
+        self.outputs.append(output)
         self.text += output.text
         return output
 
@@ -285,10 +291,24 @@ class _Episode:
         return {
             "observation_tokens": self.tokens,
             "action_ranges": self.ranges,
-            "rollout_log_probs": None,  # None: use the engine's log-probabilities
+            "rollout_log_probs": self._logprobs(),
             "truncated": self.truncated,
             "notices": self.notices,
         }
+
+    def _logprobs(self) -> list[float] | None:
+        """Return the log-probabilities of the sampled tokens, or None if some are missing.
+
+        They are needed if a subclass samples with an engine of its own.
+        """
+        logprobs = [0.0] * len(self.tokens)
+        for (start, _), output in zip(self.ranges, self.outputs, strict=True):
+            if output.logprobs is None:
+                return None
+            sampled = zip(output.token_ids, output.logprobs, strict=True)
+            for position, (token, candidates) in enumerate(sampled, start):
+                logprobs[position] = candidates[token].logprob
+        return logprobs
 
 
 class SingleTurnAgentExecutor(AgentExecutorBase):
@@ -367,8 +387,9 @@ def _check_entries(returned: Any, step: str) -> None:
             raise ContractMistake(f"{step} returned no {name}; {expected}")
     if returned.get("environment_images") is not None:
         raise ContractMistake(f"{step} returned environment_images; the policy only reads text")
-    if isinstance(returned["done"], str):
-        raise ContractMistake(f"{step} returned done {returned['done']!r}, not True or False")
+    done = returned["done"]
+    if not isinstance(done, int) and not hasattr(done, "item"):  # NumPy and PyTorch have `item`
+        raise ContractMistake(f"{step} returned done {done!r}, not True or False")
     feedback = returned.get("environment_feedback")
     if not isinstance(feedback, str | None):
         raise ContractMistake(f"{step} returned environment_feedback {feedback!r}, not text")

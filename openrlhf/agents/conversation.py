@@ -230,8 +230,12 @@ class Conversation:
         `added` is the text after the last reply. `exact` is true if its tokens start where the
         reply ends.
         """
-        if self._text + added != whole:
-            self.notices["template"] = _difference(self._text + added, whole)
+        ours = self._text + added
+        if ours != whole:
+            kind = "template"
+            if "".join(ours.split()) == "".join(whole.split()):
+                kind = "spaces"  # a kind of its own, because each kind is logged only once
+            self.notices[kind] = _difference(ours, whole)
         if not exact:
             self.notices["border"] = (
                 f"the tokenizer would merge the text after a reply {added[:EXCERPT_CHARACTERS]!r} "
@@ -271,7 +275,7 @@ def _difference(ours: str, whole: str) -> str:
     end = place + EXCERPT_CHARACTERS
     return (
         "the chat template renders earlier turns differently once later turns are added (it may "
-        "drop reasoning or trim spaces): after "
+        "drop reasoning, trim spaces, or lack the stop string that ended a reply): after "
         f"{common!r} the policy has read {ours[place:end]!r}, but the new rendering has "
         f"{whole[place:end]!r}. The policy continues from the text that it has already read"
     )

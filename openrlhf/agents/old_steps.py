@@ -34,7 +34,8 @@ def executor_of_step(step: Callable[..., Awaitable[Any]]) -> AgentExecutorBase:
             elif not returned["done"]:
                 raise ValueError(
                     "the next text that step returns must begin with the text so far, because the "
-                    f"policy's tokens cannot be changed, but it is {next_text[:200]!r}"
+                    f"policy's tokens cannot be changed:\n{next_text[:200]!r}\n"
+                    f"does not begin with\n{text[:200]!r}"
                 )
             return {**returned, "environment_feedback": feedback}
 

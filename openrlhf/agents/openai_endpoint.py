@@ -183,7 +183,11 @@ class OpenAIAgentExecutor(AgentExecutorBase):
             timeout_keep_alive=KEEP_ALIVE_S,
             lifespan="off",
         )
-        return asyncio.create_task(_Server(settings).serve(sockets=[listener]))
+        return asyncio.create_task(self._serve(settings, listener))
+
+    async def _serve(self, settings: uvicorn.Config, listener: socket.socket) -> None:
+        with listener:  # uvicorn does not close it if this task is cancelled
+            await _Server(settings).serve(sockets=[listener])
 
     def _app(self) -> FastAPI:
         app = FastAPI(openapi_url=None, exception_handlers=ERROR_HANDLERS)

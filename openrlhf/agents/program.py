@@ -35,6 +35,17 @@ IGNORED_PARAMS = {
     "detokenize", "output_kind", "flat_logprobs", "skip_clone", "output_text_buffer_length",
 }  # fmt: skip
 
+# Values of vLLM parameters that `SamplingParams` lacks, and that change nothing. The others: None.
+NEUTRAL_PARAMS = {"n": 1, "bad_words": [], "spaces_between_special_tokens": True}
+OLD_QUEUE = """\
+was written for releases 0.8.7 to 0.9.0. Remove the arguments of its class, change its method to
+    async def execute(
+        self, prompt, label, sampling_params, max_length, hf_tokenizer, llm_engine, images=None
+    )
+and return the dict that it now puts on self.result_queue. Or subclass MultiTurnAgentExecutor and \
+call
+    super().__init__(YourAgentInstance)"""
+
 
 class EngineProxy:
     """An episode's engine, which requests samples from the process that owns the pool."""
@@ -112,7 +123,7 @@ def own_params(params: Any) -> SamplingParams:
             values[name] = value
             continue
         ignored = name.startswith("_") or name in IGNORED_PARAMS
-        if not ignored and value != getattr(default, name, None):
+        if not ignored and value != getattr(default, name, NEUTRAL_PARAMS.get(name)):
             raise EngineRefusal(
                 f"the sampling parameter {name} is not supported, only {sorted(supported)}"
             )
@@ -187,15 +198,17 @@ def load_executor(path: Path) -> AgentExecutorBase:
         notice(f"{path} defines a function step, as for releases up to 0.8.6. It will be wrapped.")
         return executor_of_step(module.step)
     if not (inspect.isclass(kind) and issubclass(kind, AgentExecutorBase)):
+        own: list[str] = []
+        for name, value in vars(module).items():
+            if inspect.isclass(value) and value.__module__ == module.__name__:
+                own.append(name)
         raise TypeError(
-            f"{path} defines no class AgentExecutor that subclasses AgentExecutorBase. For an "
-            "AgentInstanceBase, let AgentExecutor subclass MultiTurnAgentExecutor and call "
-            "super().__init__(YourAgentInstance)"
+            f"{path} defines no class AgentExecutor that subclasses AgentExecutorBase; its classes "
+            f"are: {', '.join(own) or 'none'}. To use an AgentInstanceBase, write\n"
+            "    class AgentExecutor(MultiTurnAgentExecutor):\n"
+            "        def __init__(self):\n"
+            "            super().__init__(YourAgentInstance)"
         )
     if not takes(kind.execute, "llm_engine"):
-        raise TypeError(
-            f"{path} was written for releases 0.8.7 to 0.9.0. Change execute to the arguments of "
-            "AgentExecutorBase.execute, and return the dict that it puts on self.result_queue; or "
-            "subclass MultiTurnAgentExecutor"
-        )
+        raise TypeError(f"{path} {OLD_QUEUE}")
     return kind()

@@ -266,7 +266,7 @@ def test_step_function_from_older_releases_is_wrapped_with_a_notice(logs: Path) 
     ("file", "words"),
     [
         ("missing.py", "No such file"),
-        ("old_queue.py", "0.8.7 to 0.9.0"),
+        ("old_queue.py", r"0\.8\.7 to 0\.9\.0(.*\n)+ *async def execute\("),
         ("../../rewards/reward_files/trouble.py", "AgentExecutor"),
         ("misspelt.py", "Game.*step"),
         ("openai_client.py", "chat_template.jinja"),
@@ -542,6 +542,7 @@ def mistakes(logs: Path) -> Iterator[Stand]:
         ("no rewards", "Game.step returned no rewards"),
         ("no done", "Game.step returned no done"),
         ("done in words", "Game.step returned done 'no'"),
+        ("done in a list", "Game.step returned done [False]"),
         ("two rewards", "Game.step returned rewards [1.0, 2.0]"),
         ("list", "Game.step returned environment_feedback ['no', 3]"),
         ("reward as text", "Game.step returned rewards '1.0'"),

@@ -18,10 +18,12 @@ from openai import APIStatusError, AsyncOpenAI
 from openai.types.chat.completion_create_params import CompletionCreateParams
 from transformers import PreTrainedTokenizerBase
 
-from openrlhf.agents.answers import CompletionOutput, Logprob, RequestOutput
-from openrlhf.agents.chat_request import WITHOUT_EFFECT
+from openrlhf.agents.answers import CompletionOutput, EngineRefusal, Logprob, RequestOutput
+from openrlhf.agents.assembly import assemble
+from openrlhf.agents.chat_request import WITHOUT_EFFECT, reason_of
 from openrlhf.agents.contract import AgentInstanceBase, MultiTurnAgentExecutor
 from openrlhf.agents.openai_endpoint import OpenAIAgentExecutor
+from openrlhf.agents.program import own_params
 from openrlhf.rollout.sampling import SamplingParams
 from tests.agents.tokenizers import CHATML, TEMPLATES, TOKENIZERS, ZEPHYR
 
@@ -438,6 +440,26 @@ def test_malformed_body_or_unknown_path_returns_an_error_in_the_api_format() -> 
     assert answers["long"].json()["error"]["code"] == "context_length_exceeded"
 
 
+@pytest.mark.parametrize(
+    ("error", "words", "param"),
+    [
+        (
+            {"type": "json_invalid", "loc": ("body", 12), "ctx": {"error": "Expecting value"}},
+            ("not valid JSON", "Expecting value", "12"),
+            None,
+        ),
+        ({"type": "missing", "loc": ("body", "messages")}, ("messages is missing",), "messages"),
+        ({"type": "missing", "loc": ("body",)}, ("body", "JSON object"), None),
+    ],
+)
+def test_message_about_a_malformed_body_gives_the_reason(
+    error: dict[str, Any], words: tuple[str, ...], param: str | None
+) -> None:
+    message, field = reason_of([{"msg": "Field required", "input": {"model": "m"}, **error}])
+    assert all(word in message for word in words) and "model" not in message
+    assert field == param
+
+
 def test_server_error_is_returned_in_the_api_format() -> None:
     class Broken(ScriptedEngine):
         async def generate(self, *asked: Any, **more: Any) -> RequestOutput:
@@ -711,3 +733,40 @@ def test_environment_episode_is_truncated_only_by_limits_of_the_run(
     engine = byte_level_engine(("a", "stop"), ("a b a b", "length"))
     result, _ = play_game(engine, lambda states: "b", turns=2, max_tokens=of_run, then=of_step)
     assert result["truncated"] is truncated
+
+
+def test_multi_turn_executor_returns_the_log_probabilities_of_a_subclass_s_own_engine() -> None:
+    engine = byte_level_engine(("a", "stop"), ("b", "stop"))
+    result, _ = play_game(engine, lambda states: "\n", turns=2)
+    assert result["scores"] == result["reward"]
+    vocabulary = len(engine.tokenizer)
+    builder = assemble(result, [], MAX_LENGTH, vocabulary=vocabulary).builder
+    expected = [-0.5 if sampled else 0.0 for sampled in builder.action_mask]
+    assert builder.rollout_logprobs == expected and sum(builder.action_mask) == 4
+
+
+def test_difference_in_spaces_has_a_notice_of_its_own() -> None:
+    """Each kind of notice is logged only once in a run."""
+    engine = byte_level_engine(("a ", "stop"), ("b.a", "stop"), ("a", "stop"))
+    shown = "m['content'].split('.')[-1] | trim"
+    engine.tokenizer.chat_template = CHATML.replace("m['content']", shown)
+
+    async def conversation(client: AsyncOpenAI) -> None:
+        messages: list[Any] = []
+        for _ in range(3):
+            messages.append(user("a"))
+            messages.append(await say(client, messages))
+
+    notices = play(engine, conversation)["notices"]
+    assert list(notices) == ["spaces", "template"]
+
+
+def test_sampling_params_accept_attributes_that_change_nothing() -> None:
+    params = SamplingParams(temperature=0.5)
+    params.n = 1  # type: ignore[attr-defined]
+    params.bad_words = []  # type: ignore[attr-defined]
+    params.prompt_logprobs = None  # type: ignore[attr-defined]
+    assert own_params(params) == SamplingParams(temperature=0.5)
+    params.n = 2  # type: ignore[attr-defined]
+    with pytest.raises(EngineRefusal, match=r"\bn\b"):
+        own_params(params)

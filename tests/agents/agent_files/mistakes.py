@@ -26,6 +26,7 @@ class Game(AgentInstanceBase):
             "no rewards": {"done": True},
             "no done": {"rewards": 1.0},
             "done in words": {**WELL, "done": "no"},
+            "done in a list": {**WELL, "done": [False]},
             "huge numbers": {**WELL, "done": last, "sampling_params": changed(params, seed=2**70)},
             "two rewards": {**WELL, "rewards": [1.0, 2.0]},
             "reward as text": {**WELL, "rewards": "1.0"},
