@@ -28,7 +28,7 @@ PROMPTS, SAMPLES, WARM_UP = 16, 4, 4
 STEPS, EPOCHS_AHEAD = (
     20,
     4,
-)  # steps, and epochs of an asynchronous run, whose steps are short and vary with slow samples
+)  # steps, and the epochs of an asynchronous run, whose steps are short and vary in duration
 
 
 def measured(

@@ -1,8 +1,8 @@
-"""Measures one SFT step on a long sequence that a ring of ranks shares.
+"""A benchmark of one SFT step on a long sequence that is split over a ring of ranks.
 
 `python -m benchmarks.long_context` trains a model with 2 million parameters on one sequence of
-32,768 tokens, with 1, 2 and 4 ranks, and prints loss, gradient norm, the peak memory of a rank
-above its memory before the step, and seconds.
+32,768 tokens with 1, 2 and 4 ranks. It prints the loss, the gradient norm, how far a rank's peak
+memory exceeds its memory before the step, and the duration in seconds.
 """
 
 import argparse
@@ -40,7 +40,7 @@ class Step(NamedTuple):
 
 
 def make_model() -> PolicyModel:
-    """Return a random model of 2 million parameters, the same in every process."""
+    """Return a random model with 2 million parameters, which is the same in every process."""
     torch.manual_seed(0)
     config = LlamaConfig(
         vocab_size=VOCABULARY,
@@ -56,12 +56,12 @@ def make_model() -> PolicyModel:
 
 
 def resident_peak() -> float:
-    """Return the largest memory that this process has had so far, in MiB."""
+    """Return this process's peak resident memory so far, in MiB."""
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024 / MIB
 
 
 def train(rank: int, ranks: int, port: int, tokens: int, results: Connection) -> None:
-    """Take one step as one rank, and send the result of rank 0."""
+    """Take one step as one rank. Rank 0 sends its result to the parent process."""
     os.environ |= {
         "RANK": str(rank),
         "WORLD_SIZE": str(ranks),
@@ -102,7 +102,7 @@ def train(rank: int, ranks: int, port: int, tokens: int, results: Connection) ->
 
 
 def main() -> None:
-    """Print a row for each number of ranks."""
+    """Run the benchmark, and print a row for each number of ranks."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--tokens", type=int, default=32768)
     parser.add_argument("--ranks", type=int, nargs="+", default=[1, 2, 4])

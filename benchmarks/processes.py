@@ -21,10 +21,7 @@ LOOK_S = 0.5  # seconds between memory measurements
 
 @dataclass(kw_only=True)
 class Course:
-    """Measurements of a finished command: CPU seconds at each row of its file, and peak memory.
-
-    The memory is resident memory.
-    """
+    """Measurements of a finished command: CPU seconds at each row, and peak resident memory."""
 
     marks: list[float] = field(default_factory=list[float])
     first_row_s: float = 0.0  # wall-clock time since the start of the command

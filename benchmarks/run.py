@@ -65,7 +65,7 @@ def trl(script: str, *arguments: object, folder: Path, peer: Path) -> Course:
 
 @dataclass(frozen=True, kw_only=True)
 class Grpo:
-    """GRPO without KL and with one optimizer step per batch of 256 samples. Our rows are packed."""
+    """GRPO without KL and with one optimizer step per batch of 256 samples. Our runs pack rows."""
 
     lengths: str  # equal: every response has 64 tokens; tail: 64 on average, at most 256
     dtype: str
@@ -120,7 +120,7 @@ class Grpo:
 class Offline:
     """SFT, reward model training or DPO in float32 with texts of 16 to 256 tokens.
 
-    Our rows are packed.
+    This project packs rows.
     """
 
     name: str

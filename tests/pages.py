@@ -118,7 +118,7 @@ def flag_sets() -> dict[str, list[str]]:
 
 
 def says_its_default(flag: Flag, said: str) -> bool:
-    """Return whether the text in parentheses after a flag's name is its default.
+    """Return whether the text in parentheses after a flag's name is the flag's default.
 
     The default may be a number in any notation, "on", "off" or "unset".
     """

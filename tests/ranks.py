@@ -53,7 +53,7 @@ def run_ranks(ranks: int, module: str, *arguments: str, timeout: float = 400) ->
 
 
 def main() -> None:
-    """Run one of the processes.
+    """Run the test module's `main` as one of the launched processes.
 
     The process exits without finalizing the interpreter, because Gloo's threads may then abort it.
     """

@@ -92,7 +92,7 @@ class Stand:
 
         Returns the episode's logs, or the episode if it failed.
         """
-        agents = copy.copy(self.agents)  # other time limits, same processes
+        agents = copy.copy(self.agents)  # same processes, different time limits
         agents.rollout = RolloutConfig(step_timeout=step_timeout, episode_timeout=episode_timeout)
         prompt = Prompt(index=0, text=str(self.folder), tokens=[5], label=label)
         [episode] = await agents.play(prompt, SPEC, generate or after(seconds))

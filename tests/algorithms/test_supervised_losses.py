@@ -129,7 +129,7 @@ def test_pairwise_loss_matches_the_reference_and_depends_only_on_differences(
 
 @pytest.mark.parametrize("top_k", [False, True])
 def test_token_excluded_by_teacher_and_student_adds_no_loss(top_k: bool) -> None:
-    """Vocabulary padding is an example of such a token.
+    """An example of an excluded token is vocabulary padding.
 
     The remaining tokens give the same loss as without the excluded token, and a finite gradient.
     """

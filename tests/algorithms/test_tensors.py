@@ -55,7 +55,7 @@ def test_sum_over_an_empty_mask_is_a_differentiable_zero() -> None:
 
 
 def test_whitening_matches_a_worked_example() -> None:
-    """1, 2, 3, 6 have mean 3 and population variance 14/4."""
+    """The numbers 1, 2, 3 and 6 have mean 3 and population variance 14/4."""
     x = torch.tensor([[1.0, 2.0, 3.0, NAN], [6.0, NAN, NAN, NAN]])
     mask = ~x.isnan()
     expected = torch.tensor([[-2.0, -1.0, 0.0, 0.0], [3.0, 0.0, 0.0, 0.0]])

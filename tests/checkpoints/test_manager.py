@@ -1,4 +1,4 @@
-"""Which checkpoints are kept, found and rejected.
+"""The checkpoint manager: which checkpoints it keeps, finds and rejects.
 
 Crashes and full disks are tested in `test_crash_safety.py`.
 """
@@ -332,7 +332,7 @@ def listed(*rows: tuple[str, float | None, float], key: str = "eval_pass1") -> l
             9,
             2.0,
             ["b"],
-        ),  # but its bytes count toward the limit
+        ),  # a best checkpoint's bytes count toward the limit
         ([("best_a", 0.1, 1), ("b", 0.5, 1), ("best_c", 0.9, 1)], 9, math.inf, ["best_a"]),
         ([("best_a", 0.1, 1), ("best_b", 0.2, 1), ("c", 0.9, 1)], 9, math.inf, ["best_a"]),
         ([("best_a", 0.1, 2), ("b", 0.5, 1), ("best_c", 0.9, 2)], 9, 3.0, ["best_a"]),

@@ -11,7 +11,7 @@ import pytest
 
 from openrlhf.config import machine
 from openrlhf.config.flags import amend, value_at
-from openrlhf.config.machine import has_quick_bfloat16  # the original, which conftest.py replaces
+from openrlhf.config.machine import has_quick_bfloat16  # imported before conftest.py replaces it
 from openrlhf.config.options import parse_config
 from openrlhf.config.ppo import PPOConfig
 from openrlhf.config.shared import SCHEDULERS, CheckpointConfig

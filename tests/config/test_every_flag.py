@@ -76,7 +76,7 @@ ASKED_FOR = {
     "--ckpt.save_steps": "--ckpt.save_steps 1",
     "a critic (--algo.advantage.estimator gae)": "--algo.advantage.estimator gae",
 }
-# By command, the modules that receive whole sections or read flags. Each flag must appear in one of
+# Modules that receive whole sections or read flags, keyed by command. Each flag must be in one of
 # them as `section.flag`.
 TRAINING = (
     "launch.offline trainers.tasks trainers.supervised trainers.best observability.recorder "

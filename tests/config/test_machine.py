@@ -1,4 +1,4 @@
-"""Properties of the machine that defaults depend on."""
+"""Machine properties that affect the flags' default values."""
 
 from __future__ import annotations
 

@@ -133,7 +133,7 @@ def test_value_that_starts_with_a_dash_is_still_a_value() -> None:
     assert config.ckpt.save_steps == -1
 
 
-# ---- our own page
+# ---- the commands in docs/launching.md
 
 PAGE = (ROOT / "docs/launching.md").read_text()
 

@@ -1,4 +1,4 @@
-"""Large datasets are tokenized by several processes.
+"""Tokenization of large datasets by several processes.
 
 The tokenizing processes leave no files behind, even if the command is terminated.
 """

@@ -1,4 +1,4 @@
-"""Templates leave texts unchanged, and each answer's tokens are located exactly."""
+"""Templates, which leave texts unchanged and in which each answer's tokens are located exactly."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Tokenizers are loaded completely, or an error explains why they cannot be."""
+"""Loading of tokenizers, which is complete or raises an error that explains the problem."""
 
 from __future__ import annotations
 

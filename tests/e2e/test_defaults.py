@@ -228,7 +228,7 @@ def test_method_trains_with_defaults_for_all_other_flags(name: str, workspace: P
         "rollout.batch_size": 16 // samples_per_prompt,
         "train.batch_size": 16,
     } | places(folder)
-    if name == "distill":  # only the teacher provides a training signal
+    if name == "distill":  # the only training signal comes from the teacher
         del flags["reward.remote_url"]
     if samples_per_prompt > 1:
         flags["rollout.n_samples_per_prompt"] = samples_per_prompt

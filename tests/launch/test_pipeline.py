@@ -421,7 +421,7 @@ def test_report_has_row_per_stage_and_confidence_intervals_over_seeds(tmp_path: 
             Result(name=folder.name, folder=folder, command="eval", group="DPO", seconds=7.0)
         )
     page = write_pipeline_report(tmp_path / "report.html", results, title="t").read_text()
-    # 4.303 * 0.1 / sqrt(3) = 0.248
+    # the 95 % margin of error is 4.303 * 0.1 / sqrt(3) = 0.248
     assert all(
         text in page
         for text in ("sort pass@1 0.400", "<td>DPO</td><td>3</td><td>0.500 ± 0.248</td>")

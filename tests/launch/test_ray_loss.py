@@ -1,4 +1,4 @@
-"""Whether a command exits or restarts after its Ray cluster has died."""
+"""Tests of whether a command exits or restarts after its Ray cluster has died."""
 
 from __future__ import annotations
 

@@ -167,7 +167,7 @@ def test_unwritable_tensorboard_folder_prints_a_warning(tmp_path, capsys):
 def test_wandb_key_without_package_raises_config_error_naming_flag(tmp_path, monkeypatch):
     monkeypatch.setattr(sys, "path", [str(tmp_path)])
     monkeypatch.delitem(sys.modules, "wandb", raising=False)
-    (tmp_path / "wandb").mkdir()  # the wandb folder left behind by earlier runs is not the package
+    (tmp_path / "wandb").mkdir()  # wandb leaves a folder with the package's name
     with pytest.raises(ConfigError, match=r"--logger.wandb.key.*pip install wandb"):
         start(wandb_flags(), tmp_path)
 

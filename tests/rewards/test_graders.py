@@ -111,7 +111,7 @@ SAME_VALUE = [
 DIFFERENT = [
     ("5", "6"),
     ("2/4", "1/2"),  # fractions must match as written
-    ("4/2", "2"),  # only an integer matches an integer
+    ("4/2", "2"),  # an integer matches only an integer
     ("3 million", "3000000"),
     ("50%", "0.5"),
     ("0.333333", "1/3"),

@@ -1,4 +1,4 @@
-"""Permission to use the CPU's matrix registers (AMX) in processes that run vLLM workers."""
+"""Permission for processes with vLLM workers to use the CPU's matrix registers (AMX)."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Compares the losses, gradients and weights of a few steps on several ranks and in one process.
+"""Compares losses, gradients and weights of a few steps on several ranks with those in one process.
 
 Ranks that share neither sequences nor layers divide the data. The ranks are forked from a process
 that has imported the libraries.

@@ -1,6 +1,6 @@
 """GRPO in a single process, to study its first optimizer steps.
 
-It uses the real policy worker and credit assignment with default flags, and Transformers as the
+A run uses the real policy worker and credit assignment with default flags, and Transformers as the
 engine. A run on the demo task takes a few seconds.
 """
 

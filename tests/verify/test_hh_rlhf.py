@@ -1,4 +1,4 @@
-"""A reward model trained on all HH-RLHF pairs, killed and resumed halfway.
+"""Training of a reward model on all HH-RLHF pairs, which is killed and resumed halfway.
 
 PPO with that reward model then trains on the prompts of all pairs.
 """

@@ -54,7 +54,7 @@ class Subject:
 def preference(
     loss: str, metric: str, what: str, wanted: float, *, falls: bool = True, **flags: Any
 ) -> Subject:
-    """Return the subject for one of the losses of `train_dpo`."""
+    """Return the subject for one of the `train_dpo` losses."""
     named = {"model.loss_type": loss} | {
         name.replace("__", "."): value for name, value in flags.items()
     }
