@@ -24,7 +24,7 @@ Range = Annotated[list[Index], Field(min_length=2, max_length=2)]  # [start, end
 
 
 class EpisodeMistake(UserCodeError):
-    """An error for an executor's result that is not a valid episode. It shows the wrong value."""
+    """Error for an executor's result that is not a valid episode. The message shows the value."""
 
     def __init__(self, message: str) -> None:
         super().__init__(message, Failure.RESULT)
@@ -171,7 +171,7 @@ class _Samples:
             )
 
     def _take(self, tokens: list[int], start: int, end: int) -> Generation | None:
-        """Return the longest sample that matches the tokens at `start`; remove it from `unused`.
+        """Remove from `unused` the longest sample that matches the tokens at `start`. Return it.
 
         Samples whose prompt equals the tokens before `start` are preferred. If a sample may belong
         to another episode, it is used only if its prompt equals these tokens.

@@ -59,7 +59,7 @@ def note_of_end(ckpt: CheckpointConfig, *, saved: int, step: int) -> str:
 
 
 class CheckpointManager:
-    """The owner of the checkpoints under `root` (`--ckpt.path`): writes, finds and removes them.
+    """Writes, finds and removes the checkpoints under `root` (`--ckpt.path`), which it owns.
 
     `parts` are the engines in a checkpoint (none with --ckpt.disable_ds). --ckpt.max_num limits the
     number of regular checkpoints, and --ckpt.max_mem limits the size of all checkpoints in GiB;

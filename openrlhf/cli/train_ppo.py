@@ -1,6 +1,6 @@
 """Reinforcement learning on one machine: `python -m openrlhf.cli.train_ppo`.
 
-May be started by `deepspeed --module`, as in older releases: rank 0 runs, the other ranks exit.
+May be started by `deepspeed --module`, as in older releases: rank 0 runs, and the others exit.
 """
 
 from collections.abc import Sequence

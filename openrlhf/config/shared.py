@@ -269,7 +269,7 @@ class DeepSpeedConfig(LoadingConfig):
         return False
 
     def data_slices(self, ranks: int) -> int:
-        """Return the number of slices into which these ranks divide a batch. It is at least 1.
+        """Return the number of slices into which these ranks divide a batch (at least 1).
 
         Ranks that share sequences or layers get the same slice.
         """

@@ -225,7 +225,7 @@ class DPOConfig(ReferencedConfig):
     def idle_places(self) -> set[str]:
         """Return the checkpoint folder if the run neither writes nor reads it.
 
-        Precomputed reference log-probabilities are stored there.
+        This folder also stores precomputed reference log-probabilities.
         """
         if self.ref.precompute:
             return set()

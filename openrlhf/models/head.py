@@ -18,9 +18,9 @@ from openrlhf.algorithms.tensors import linear_logprobs, logit_logprobs, row_chu
 class OutputHead(nn.Module):
     """The output layer after the decoder: one linear layer, or an adapter around it.
 
-    The layer may be tied to the embeddings. It is a submodule of the head, which reads its weight
-    in its own forward pass, so that ZeRO 3 gathers the weight. With `precise`, the product is
-    computed in float32 regardless of the weights' dtype, because rewards need more than 8 bits.
+    The layer may be tied to the embeddings. The layer is a submodule of the head, which reads its
+    weight in its own forward pass, so that ZeRO 3 gathers the weight. With `precise`, the product
+    is computed in float32 regardless of the weights' dtype, because rewards need more than 8 bits.
     """
 
     def __init__(self, layer: Any, *, precise: bool = False) -> None:

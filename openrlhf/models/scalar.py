@@ -25,8 +25,8 @@ NATIVE_HEAD = "score"  # Transformers' name for the head
 class ScalarModel(HeadedModel):
     """A model that returns one value for every prefix of every sequence.
 
-    A reward model uses the last value, a critic all of them. With `normalize`, the values are
-    (value − mean) / std, using the statistics that reward model training stored in the
+    A reward model uses the last value, and a critic uses all values. With `normalize`, the values
+    are (value − mean) / std, using the statistics that reward model training stored in the
     configuration. Reward model training itself does not normalize.
     """
 
@@ -102,8 +102,8 @@ def load_scalar(
     `value_head_prefix`. Only this function can load an export whose head is not named "score".
     `reinit_head` replaces a stored head with a new one. `require_head` rejects a folder without a
     head, whose rewards would be random. A new head is drawn from N(0, σ²) with σ = 1 / (hidden size
-    + 1). It depends only on `seed`, so all ranks get the same head; it resets the stored mean and
-    standard deviation. Raises ModelError if the model cannot be loaded.
+    + 1). This draw depends only on `seed`, so all ranks get the same head. A new head resets the
+    stored mean and standard deviation. Raises ModelError if the model cannot be loaded.
     """
     config, declared = _configuration(spec, head_prefix)
     model_class = _model_class(config)

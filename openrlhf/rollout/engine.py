@@ -207,7 +207,7 @@ class RolloutEngine:
         stop_tokens = list(params.stop_token_ids or ())
         vocabulary = self._llm.model_config.get_vocab_size()
         unknown = [token for token in stop_tokens if not 0 <= token < vocabulary]
-        if unknown:  # would crash vLLM below 0.29
+        if unknown:  # unknown tokens would crash vLLM below 0.29
             raise RequestRefused(
                 f"stop_token_ids {unknown} are not in the vocabulary of {vocabulary} tokens"
             )

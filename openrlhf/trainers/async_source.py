@@ -46,11 +46,11 @@ class Started(Held):
 class AsyncSource(Source):
     """Generates samples for as many prompts at once as `Capacity` allows. Yields finished prompts.
 
-    Private methods run in the event loop, public methods in the controller's thread. Prompts start
-    in order, without a pause between epochs. With --train.partial_rollout_enable, samples in
-    progress continue with the new weights. Otherwise, a publication waits until these samples have
-    generated their last tokens, so that every sample has a single weight version. It does not wait
-    for rewards. `consumed` counts the prompts that have been drawn.
+    Private methods run in the event loop, and public methods run in the controller's thread.
+    Prompts start in order, without a pause between epochs. With --train.partial_rollout_enable,
+    samples in progress continue with the new weights. Otherwise, a publication waits until these
+    samples have generated their last tokens, so that every sample has a single weight version. It
+    does not wait for rewards. `consumed` counts the prompts that have been drawn.
     """
 
     def __post_init__(self) -> None:

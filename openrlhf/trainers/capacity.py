@@ -1,6 +1,6 @@
 """Limits on how far generation may run ahead of training.
 
-Pure functions: the asynchronous source and the simulator share this rule.
+Pure functions, which the asynchronous source and the simulator share.
 """
 
 from collections.abc import Sequence

@@ -28,7 +28,7 @@ class Evaluation:
     def is_due(self, step: int, *, last: bool) -> bool:
         """Return whether to evaluate the weights after `step`, as is always done at the end.
 
-        A step's evaluation comes before its checkpoint.
+        A step is evaluated before its checkpoint is written.
         """
         every = self.config.eval.steps
         return every > 0 and (last or step % every == 0)
@@ -40,7 +40,8 @@ class Evaluation:
     def is_due_at_start(self, step: int, *, last: bool) -> bool:
         """Return whether the run starts with an evaluation.
 
-        It does with --eval.at_start, and if the run that it resumes was interrupted in one.
+        A run does so with --eval.at_start, and if the run that it resumes was interrupted during an
+        evaluation.
         """
         if step == 0:
             return self.config.eval.at_start and self.best.step is None
@@ -56,8 +57,8 @@ class Evaluation:
     def judge(self, step: int, trajectories: list[Trajectory]) -> bool:
         """Log pass@k and the other metrics. Return whether to save the weights as a new best.
 
-        Raises RewardErrors if too many episodes have failed. That evaluation is logged, but never
-        counts as the best.
+        Raises RewardErrors if too many episodes have failed. Such an evaluation is logged, but
+        never counts as the best.
         """
         metrics = evaluation_metrics(trajectories, k=self.config.eval.n_samples_per_prompt)
         timing = {"timing/evaluation": self.clock.take("evaluation")}

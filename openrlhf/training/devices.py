@@ -48,7 +48,7 @@ def worker_environment(kind: str, *, threads: int) -> dict[str, str]:
         "TOKENIZERS_PARALLELISM": os.environ.get("TOKENIZERS_PARALLELISM", "true"),
         "PYTHONWARNINGS": os.environ.get("PYTHONWARNINGS", "ignore"),
         "TORCH_CPP_LOG_LEVEL": "ERROR",
-        "OMP_NUM_THREADS": str(threads),  # Ray would set it to 1
+        "OMP_NUM_THREADS": str(threads),  # otherwise, Ray would set it to 1
     }
     if kind != "cuda":
         environment["CUDA_VISIBLE_DEVICES"] = ""  # hide any GPUs that Ray does not manage

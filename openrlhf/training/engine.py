@@ -1,8 +1,8 @@
 """A model in training: a DeepSpeed engine with our own accumulation windows.
 
-An accumulation window is the set of micro-batches of one optimizer step. It defines the loss
-denominator: counts are summed over all of its micro-batches and all data-parallel ranks before the
-first forward pass, so that the result does not depend on how the window is split.
+An accumulation window is the set of micro-batches of one optimizer step. The window defines the
+loss denominator: counts are summed over all of its micro-batches and all data-parallel ranks before
+the first forward pass, so that the result does not depend on how the window is split.
 """
 
 from __future__ import annotations

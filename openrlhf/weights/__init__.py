@@ -37,7 +37,7 @@ resume with the same version. Every wait has a deadline.
 **What happens on failure.** A sender or receiver that fails leaves the group, so that the other
 members fail immediately instead of at their deadline. A failed publication leaves no group behind.
 An engine that did not receive its version stays paused, and refuses to resume until a later
-publication succeeds. The publisher checks which engines are lost. If any are, it publishes again to
-the remaining engines, and the lost engines are refitted after their restart. Otherwise, the
-publisher raises the error, together with the engines' errors.
+publication succeeds. The publisher checks which engines are lost. If any engine is lost, the
+publisher publishes again to the remaining engines, and the lost engines are refitted after their
+restart. Otherwise, the publisher raises the error, together with the engines' errors.
 """
