@@ -30,6 +30,10 @@ TOLD = "enable_gqa" in inspect.signature(varlen_attn).parameters
 GROUPED: dict[str, Any] = {"enable_gqa": True} if TOLD else {}
 
 
+class UnsupportedAttentionError(ValueError):
+    """An attention variant that packed SDPA does not compute. The message has the reason."""
+
+
 def packed_sdpa(
     module: nn.Module,
     query: Tensor,  # (1, H, N, D)
@@ -47,18 +51,18 @@ def packed_sdpa(
 ) -> tuple[Tensor, None]:
     """Compute causal attention within each document of a packed row.
 
-    Returns (1, N, H, D). Raises ValueError for attention variants that plain scaled-dot-product
-    attention would silently compute incorrectly, and for layers that do not pass on the document
-    boundaries.
+    Returns (1, N, H, D). Raises UnsupportedAttentionError for attention variants that plain
+    scaled-dot-product attention would silently compute incorrectly, and for layers that do not pass
+    on the document boundaries.
     """
     if document_lengths is None and ring_row is None:
-        raise ValueError(
+        raise UnsupportedAttentionError(
             "its attention layers do not pass keyword arguments to the attention function, which "
             "therefore does not know the boundaries of packed sequences"
         )
     for variant in ("softcap", "s_aux"):
         if kwargs.get(variant) is not None:
-            raise ValueError(
+            raise UnsupportedAttentionError(
                 f"its attention uses `{variant}`, which packed SDPA does not compute "
                 "(--ds.attn_implementation flash_attention_2 does, on a GPU)"
             )

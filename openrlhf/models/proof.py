@@ -13,6 +13,7 @@ from transformers import PretrainedConfig, PreTrainedModel
 from openrlhf.checks import Finding
 from openrlhf.core.batches import Layout, offsets_of
 from openrlhf.models.loading import end_tokens
+from openrlhf.models.packed_attention import UnsupportedAttentionError
 from openrlhf.models.policy import PolicyModel
 from openrlhf.models.probe import LogitGap, find_gap, plain_outputs
 from openrlhf.models.ring_attention import RingRow
@@ -91,6 +92,8 @@ def prove_layout(model: nn.Module) -> list[Finding]:
             model.eval()
             for case in _cases(model, device):
                 faults.append(_find_fault(model, case))
+        except UnsupportedAttentionError as error:
+            faults.append(str(error))
         except Exception as error:  # the model's own code may raise any type
             problem = f"its code or Transformers' failed ({type(error).__name__}: {error})"
             faults.append(problem)

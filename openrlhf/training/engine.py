@@ -335,9 +335,11 @@ class TrainEngine:
         self.engine._config.load_universal_checkpoint = converts
         source = converted(self.strategy, directory, tag) if converts else nullcontext(directory)
         with self.awake(), source as readable:
-            _, skipped = self.engine.load_checkpoint(
+            path, skipped = self.engine.load_checkpoint(
                 readable, tag=tag, load_module_strict=not self.partial
             )
+        if path is None:
+            raise FileNotFoundError(f"DeepSpeed found no checkpoint {tag} in {directory}")
         if converts:
             # With ZeRO 3, DeepSpeed uses the same tensor as the step counter of all parameters.
             for state in self.engine.optimizer.state.values():

@@ -11,14 +11,13 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from openrlhf.checkpoints.export import export_hf
 from openrlhf.config.machine import world_size
 from openrlhf.config.shared import AdamConfig, DeepSpeedConfig, OptimizerConfig
 from openrlhf.models.scalar import ScalarModel, last_token_scores, load_scalar
 from openrlhf.training.engine import TrainEngine
-from openrlhf.training.gathered import full_parameters
 from openrlhf.training.layout import RankLayout
 from openrlhf.training.strategy import FrozenModel, Strategy
+from openrlhf.workers.base import export_trained
 from tests.loading import load_spec
 from tests.models.test_scalar_model import batch
 from tests.tiny import character_tokenizer
@@ -52,9 +51,8 @@ def run(stage: int, path: str, out: str) -> dict[str, Any]:
     for _ in range(3):
         assert engine.optimize([None], counts=lambda _: {"rows": 4.0}, loss=loss).applied
     assert isinstance(engine.module, ScalarModel)
-    buckets = full_parameters(engine, 1 << 14)
-    export_hf(buckets, engine.module.hf, character_tokenizer(), out, writes=strategy.is_main)
-    strategy.barrier()
+    # Loads the export again, and compares its weights and values with the engine's.
+    export_trained(engine, character_tokenizer(), out, bucket_bytes=1 << 14, masters=False)
     return {"before": before, "frozen": frozen_scores, "after": values(engine), "export": out}
 
 

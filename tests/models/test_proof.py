@@ -201,8 +201,9 @@ def test_attention_reach_comes_from_the_configuration(
 def test_unpackable_attention_is_rejected_with_the_model_type_and_the_flag(kind: str) -> None:
     with pytest.raises(
         CheckError, match=rf"of type {kind}.*keyword arguments.*Drop --ds\.packing_samples"
-    ):
+    ) as refused:
         check(PolicyModel(random_model(kind, packing=True), packing=True))
+    assert "Error" not in str(refused.value)  # the model's code has no defect
     check(PolicyModel(random_model(kind, packing=False), packing=False))
 
 
