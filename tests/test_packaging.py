@@ -29,7 +29,7 @@ PINNED = {name: ROOT / f"requirements/{name}-dev.txt" for name in ("cpu", "gpu")
 
 
 def distribution(requirement: str) -> str:
-    """Return `ray` for `ray[default]>=2.56`."""
+    """Return the distribution in a requirement: `ray` for `ray[default]>=2.56`."""
     name = re.match(r"[\w.-]+", requirement)
     assert name, requirement
     return name[0].lower().replace("_", "-")

@@ -112,7 +112,7 @@ class Stand:
             str(FILES / file), tokenizer, limits, processes, max_length=MAX_LEN, log_dir=logs
         )
         self._late = late
-        self._late_agents = copy.copy(self.agents)  # runs in the same processes
+        self._late_agents = copy.copy(self.agents)  # these agents use the same processes
         self._late_agents.rollout = RolloutConfig(step_timeout=LATE_S, episode_timeout=240.0)
         self.generator = RolloutGenerator(self.engine, tokenizer, None, agents=self)
 

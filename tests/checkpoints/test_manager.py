@@ -317,7 +317,7 @@ def listed(*rows: tuple[str, float | None, float], key: str = "eval_pass1") -> l
         ([("a", 0.9, 1), ("b", 0.8, 1), ("c", None, 1)], 2, math.inf, ["b"]),  # never the newest
         ([("a", 0.9, 1), ("b", 0.8, 1), ("c", 0.1, 1)], 1, math.inf, ["b", "a"]),
         ([("a", 0.5, 1), ("b", 0.5, 1), ("c", 0.5, 1)], 2, math.inf, ["a"]),  # ties: the oldest
-        ([("a", 0.0, 1), ("b", -0.5, 1), ("c", None, 1)], 2, math.inf, ["b"]),  # 0 is a metric
+        ([("a", 0.0, 1), ("b", -0.5, 1), ("c", None, 1)], 2, math.inf, ["b"]),  # 0 is valid
         ([("a", None, 1), ("b", None, 1), ("c", None, 1)], 9, 2.0, ["a"]),  # the newest counts
         ([("a", None, 1), ("b", None, 1), ("c", None, 3)], 9, 3.5, ["a", "b"]),
         (

@@ -223,7 +223,7 @@ def given_to_all(config: Any) -> Iterator[Any]:
         yield optimizer_of(config.actor)
         yield optimizer_of(config.critic)
         yield deepspeed_of(config)
-        yield config.ds.sleeps  # read by the training engine
+        yield config.ds.sleeps  # a value that the training engine reads
         yield training_config(config.ds, max_norm=config.actor.max_norm, ranks=2)
         yield settings.trained_settings(config, "m", 1)
         yield config.local_teacher, config.ds.lora.served_rank  # values that run.py passes on

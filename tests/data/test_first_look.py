@@ -68,7 +68,7 @@ def words(
         (
             words("do", "n't", ".", splits=pre_tokenizers.Split("n't", "isolated")),
             "don't",
-        ),  # a space is added
+        ),  # decoding adds a space
         # The same text in a different Unicode form.
         (words("fi", normalizer=normalizers.NFKC()), "ﬁ"),
         (words("a", "b"), "a<eos>b"),

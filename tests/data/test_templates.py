@@ -83,7 +83,7 @@ def test_text_parts_of_a_content_are_joined() -> None:
     parts = [
         {"type": "text", "text": "2+", "image": None},
         {"type": "text", "text": "3"},
-    ]  # the null that Arrow adds
+    ]  # Arrow adds this null value
     assert to_messages([{"role": "user", "content": parts}]) == [user("2+3")]
 
 

@@ -455,7 +455,7 @@ def test_colocated_models_and_engines_that_sleep_in_turn_give_the_same_result(
     assert (
         notes(folder).count("actor awake") == STEPS + 3
     )  # the models wake up for two best checkpoints and the export
-    assert notes(folder).count("engine 0 asleep") == 1 + STEPS + 2  # and after two evaluations
+    assert notes(folder).count("engine 0 asleep") == 1 + STEPS + 2  # 2 evaluations
 
 
 @pytest.mark.verify

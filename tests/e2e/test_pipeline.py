@@ -77,7 +77,7 @@ def test_terminated_pipeline_resumes_within_its_stage_and_changes_rerun_affected
     ]
     assert 5 <= before < 10 and (folder / "dpo/metrics.jsonl").read_text().startswith(
         first
-    )  # and the time it took
+    )  # the line ends with the time it took
     assert len(column(folder / "dpo", "train/loss")) == 10
     assert "separate report" in (folder / "report.html").read_text()
 

@@ -78,7 +78,7 @@ def test_win_rate_counts_ties_as_one_half() -> None:
 
 
 def test_win_rate_weights_prompts_equally() -> None:
-    """Prompt 0 wins 1, 1, 1, 1 and prompt 1 wins 0. The mean over pairs would be 0.8."""
+    """Prompt 0 has four wins and prompt 1 has one loss. The mean over pairs would be 0.8."""
     pairs = [*[won(0, 1.0)] * 4, won(1, 0.0), won(1, None)]
     assert win_rate(pairs)[0] == 0.5
 

@@ -23,9 +23,7 @@ def load(name: str) -> dict[str, Any]:
 
 
 def differences(recorded: Any, now: Any, place: str, *, exact: bool) -> list[str]:
-    """Return the places where `now` differs from what was recorded. New keys in objects are
-    allowed.
-    """
+    """Return the places where `now` differs from the record. New keys in objects are allowed."""
     if isinstance(recorded, dict) and isinstance(now, dict):
         found = []
         for key, value in recorded.items():

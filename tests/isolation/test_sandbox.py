@@ -254,7 +254,7 @@ def call(result):
 def test_escape_attempts_reach_no_process_or_file_of_the_same_user(user: str) -> None:
     uid, interpreter = os.getuid(), sys.executable
     if user == "an ordinary user":
-        interpreter = shutil.which("python3", path="/usr/bin")  # readable by every user
+        interpreter = shutil.which("python3", path="/usr/bin")  # every user can read this one
         if uid != 0 or interpreter is None:
             pytest.skip(
                 "needs root, to become an ordinary user, and the system's Python interpreter"

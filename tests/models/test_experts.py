@@ -81,7 +81,7 @@ def test_load_balancing_loss_matches_transformers_on_unpadded_rows(
         layers, layers[0].shape[1], top_k=2
     )
     assert aux_loss(policy(hf, packing=packing)).item() == pytest.approx(theirs.item(), abs=1e-6)
-    assert theirs.item() > 2.5  # a balanced model has 2
+    assert theirs.item() > 2.5  # the loss of a balanced model is 2
     [row] = [ids for ids in tokens.split(LENGTHS) if len(ids) == max(LENGTHS)]
     alone = policy(hf, packing=packing)(
         row, torch.tensor([0, len(row)]), torch.ones_like(row, dtype=torch.bool)

@@ -241,7 +241,7 @@ def test_untied_model_without_an_output_layer_is_rejected(tmp_path: Path) -> Non
     for read in (check_causal_lm, load_causal_lm):
         with pytest.raises(ModelError, match=r"lm_head\.weight"):
             read(load_spec(folder))
-    load_scalar(load_spec(folder))  # has a scalar head instead of an output layer
+    load_scalar(load_spec(folder))  # the model has a scalar head instead of an output layer
 
 
 def with_output_layer(weights: Weights) -> Weights:
@@ -257,7 +257,7 @@ def test_tied_model_with_two_different_stored_tensors_is_rejected(tmp_path: Path
     for load in (load_causal_lm, check_causal_lm):
         with pytest.raises(ModelError, match=r"lm_head\.weight.*tie_word_embeddings"):
             load(load_spec(path=str(folder)))
-    load_scalar(load_spec(path=str(folder)))  # has no output layer
+    load_scalar(load_spec(path=str(folder)))  # the model has no output layer
     set_configuration(folder, tie_word_embeddings=False)
     load_causal_lm(load_spec(path=str(folder)))
     check_causal_lm(load_spec(path=str(folder)))

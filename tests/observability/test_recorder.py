@@ -46,7 +46,7 @@ def test_resumed_run_removes_rows_logged_after_its_checkpoint(tmp_path: Path) ->
     log_steps(recorder(whole), 1, 4)
     killed = recorder(cut)
     log_steps(killed, 1, 3)
-    killed.samples(4, [episode(99, score=0.0)])  # logged just before the process was killed
+    killed.samples(4, [episode(99, score=0.0)])  # logged right before the process was killed
     log_steps(recorder(cut, resume_step=2), 3, 4)
     for name in ("metrics.jsonl", "samples.jsonl"):
         assert rows(cut, name) == rows(whole, name)

@@ -321,7 +321,7 @@ def test_compare_has_one_line_per_run_that_logged_the_metric():
 def test_short_label_returns_readable_names():
     assert short_label("train/response_length") == "response length"
     assert short_label("eval/eval_gsm8k_pass4") == "gsm8k pass@4"
-    assert short_label("eval/eval_default_pass1") == "pass@1"  # rows without a data source
+    assert short_label("eval/eval_default_pass1") == "pass@1"  # for rows without a data source
     assert short_label("eval/eval gpt_loss") == "eval gpt loss"
     assert short_label("eval/acc_mean") == "eval acc mean"
 

@@ -59,7 +59,7 @@ PROMPTS = [[5, 6, 7, 8], [40, 41, 42], [9, 90, 11, 70, 13, 50], [33]]
 class FaultyEngine(RolloutEngine):
     """A rollout engine that tests can make fail when it receives weights.
 
-    Its worker runs in the same process.
+    The engine's worker runs in the same process.
     """
 
     def core(self) -> Any:
@@ -624,7 +624,7 @@ class TestFailure:
         began = time.monotonic()
         with pytest.raises(PublicationError, match="died or did not respond"):
             tied.call("receive", tied.manifest(bucket_bytes=1))
-        assert time.monotonic() - began < 60  # before the deadline of 120 s
+        assert time.monotonic() - began < 60  # well before the deadline of 120 s
         victim.join(10)
         assert victim.exitcode == -signal.SIGKILL
         with pytest.raises(EngineError, match="unverified"):

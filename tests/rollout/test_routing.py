@@ -79,7 +79,7 @@ def test_idle_share_counts_engines_without_samples_but_not_lost_engines(monkeypa
     router.done("a", 0, 3)
     now[0] = 10.0
     assert router.idle([0, 1]) == Mean(6.0 + 10.0, 20.0)
-    assert router.pick("a", among=[1]) == 1  # the key's engine was lost
+    assert router.pick("a", among=[1]) == 1  # the engine of key "a" was lost
     now[0] = 12.0
     assert router.idle([0, 1]) == Mean(2.0, 4.0)
     now[0] = 13.0

@@ -208,7 +208,8 @@ def test_missing_reward_raises_an_error_instead_of_becoming_zero() -> None:
 
 def test_reward_spread_is_averaged_over_prompts() -> None:
     rewards = torch.tensor([0.0, 1.0, 5.0, 5.0, 5.0, 9.0])
-    groups = torch.tensor([4, 4, 2, 2, 2, 8])  # stds √0.5 and 0, and one lone sample
+    # The groups have a std of √0.5, a std of 0, and a single sample.
+    groups = torch.tensor([4, 4, 2, 2, 2, 8])
     metrics = values(group_metrics(rewards, groups))
     assert metrics == pytest.approx({"train/group_reward_std": ROOT / 2, "train/dead_groups": 0.5})
 

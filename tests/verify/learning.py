@@ -31,7 +31,7 @@ class LearningRun:
     flags: str  # the method's flags in docs/algorithms.md, then the task flags that override them
     # Fraction of each step's samples that are correct. Every prompt is used once, so all are new.
     solved: list[float]
-    pass_at_1: list[float]  # held-out, before and after training
+    pass_at_1: list[float]  # on held-out problems, before and after training
     versions: str
     seconds: float = 0.0
     lag: float = 0.0  # mean age of the samples, in weight versions

@@ -45,7 +45,7 @@ class Task:
     flags: str = ""  # flags in addition to those in the file
     better: str = "higher"
     first: float | None = None  # value before training; None if it is measured
-    at_least: float | None = None  # None: must improve by two standard errors
+    at_least: float | None = None  # minimum after training; None: two standard errors better
 
     def line(self) -> str:
         """Return the command line as a user types it."""
