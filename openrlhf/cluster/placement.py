@@ -190,7 +190,8 @@ class Placement:
         total = sum(machine.slots for machine in machines)
         return (
             f"the run needs {self.slots} {self._devices} ({' + '.join(needed)}; machines x "
-            f"{self._devices}), and the cluster has {total} ({' + '.join(available)}). {wants}"
+            f"{self._devices}), and the cluster has {total} "
+            f"({' + '.join(available) or 'no machine'}). {wants}"
             "Roles can share devices: --train.colocate_all, --train.colocate_actor_ref, "
             "--train.colocate_critic_reward. `ray start` adds machines to the cluster."
         )
@@ -229,7 +230,10 @@ def _choices(group: HostGroup, machines: Sequence[Machine]) -> Iterator[Counter[
 
     Interchangeable machines count as one.
     """
-    fullest_first = sorted(range(len(machines)), key=lambda index: machines[index].slots)
+    # Machines of one kind are adjacent, so that `_selections` yields no selection twice.
+    fullest_first = sorted(
+        range(len(machines)), key=lambda index: (machines[index].slots, machines[index].kind)
+    )
     if group.nodes is None:  # these groups are placed last, so one way to place them is enough
         processes = Counter[int]()
         for index in fullest_first:

@@ -252,8 +252,9 @@ class UserProcess:
         if code >= 0:
             return UserCodeError(f"{ended}: it exited with status {code}.{log}", Failure.EXIT)
         cause = f"killed by signal {-code}, {signal.strsignal(-code)}"
-        hint = "Signal 9 may mean that the machine ran out of memory."
-        return UserCodeError(f"{ended}: {cause}. {hint}{log}", Failure.KILLED)
+        if code == -signal.SIGKILL:
+            cause += " (manually, or because the machine ran out of memory)"
+        return UserCodeError(f"{ended}: {cause}.{log}", Failure.KILLED)
 
     def _done(self, running: _Running, message: dict[str, Any]) -> None:
         """Set the result or the error of a finished call."""

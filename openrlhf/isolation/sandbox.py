@@ -74,8 +74,7 @@ def run_program(program: str, stdin: str = "", *, seconds: float) -> Ran:
         folder = tempfile.mkdtemp(prefix="sandbox-")  # the launcher removes it
         Path(folder, "program.py").write_text(program, encoding="utf-8", errors="replace")
         uid = random.choice(confinement.UIDS)  # user id of the program if this process runs as root
-        status = None
-        with suppress(subprocess.TimeoutExpired):
+        try:
             status = subprocess.run(
                 [
                     sys.executable,
@@ -93,6 +92,11 @@ def run_program(program: str, stdin: str = "", *, seconds: float) -> Ran:
                 timeout=2 * seconds + SPARE_SECONDS,
                 check=False,
             ).returncode
+        except subprocess.TimeoutExpired as error:
+            shutil.rmtree(folder, ignore_errors=True)
+            raise SandboxError(
+                f"the sandbox was still running {SPARE_SECONDS} s after its program's deadline"
+            ) from error
         errors.seek(max(0, errors.seek(0, os.SEEK_END) - 2000))
         said = errors.read().decode(errors="replace")
         if status not in (OK, FAILED, LATE):

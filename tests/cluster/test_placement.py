@@ -149,3 +149,19 @@ def test_large_cluster_is_planned_quickly() -> None:
         replace(plan, groups=(*groups, group("vllm", None, 80, devices=1))).places(cluster)
         is not None
     )
+
+
+def test_cluster_with_two_kinds_of_machines_in_turn_is_planned_quickly() -> None:
+    plan = Placement(
+        groups=(group("actor", 15, 7), group("critic", 15, 7), group("vllm", None, 300)),
+        on_gpus=True,
+    )
+    cluster: list[Machine] = []
+    for place in range(40):
+        cluster.append(Machine(name=f"m{place}", slots=8, labels={"zone": "ab"[place % 2]}))
+    assert plan.places(cluster) is None
+
+
+def test_error_for_a_cluster_without_machines_says_so() -> None:
+    with pytest.raises(PlacementError, match=r"has 0 \(no machine\)"):
+        Placement(groups=(group("actor", 1, 1),), on_gpus=True).check([])

@@ -145,7 +145,7 @@ def test_tensors_and_arrays_are_returned_as_plain_numbers(tmp_path: Path):
         ("fill_memory_slowly", "memory", "in fill_memory_slowly(\n|.)*MemoryError"),
         ("opaque", "result", "returned type object; only numbers, text"),
         ("leave_at_once", "exit", "leave_at_once ended its process: it exited with status 7"),
-        ("crash", "killed", "killed by signal 11(\n|.)*in crash"),
+        ("crash", "killed", r"killed by signal 11, Segmentation fault\.(\n|.)*in crash"),
         ("hang", "timeout", "hang took more than 0.3 s(\n|.)*line .* in hang"),
         (
             "hang_in_await",

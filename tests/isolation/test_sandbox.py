@@ -334,3 +334,11 @@ def test_broken_sandbox_raises_instead_of_failing_the_program(
     monkeypatch.setattr(sandbox, "LAUNCH", sandbox.LAUNCH + "; raise OSError('no more memory')")
     with pytest.raises(SandboxError, match="no more memory"):
         run_program("print(1)", seconds=SECONDS)
+
+
+def test_sandbox_that_outlives_its_deadline_is_reported_as_late(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(sandbox, "SPARE_SECONDS", 0)
+    with pytest.raises(sandbox.SandboxError, match="still running"):
+        sandbox.run_program("", seconds=1e-4)
