@@ -1,4 +1,4 @@
-"""CPU seconds used by a command and its descendants when it adds each row to a file.
+"""Measurement of the CPU seconds that a command and its descendants use per row added to a file.
 
 Works only on Linux.
 """

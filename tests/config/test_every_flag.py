@@ -246,7 +246,7 @@ def everything(config: Any) -> list[Any]:
 
 
 def reason(notices: list[str], path: str) -> str:
-    """Return the reason that the notices give for a flag without effect.
+    """Return the reason that the notices give for a flag that has no effect.
 
     A reason is, for example, "without --ds.zero_stage 2 or 3".
     """

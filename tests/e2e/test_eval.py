@@ -199,7 +199,7 @@ def test_reward_model_accuracy_matches_plain_transformers(workspace: Path) -> No
 @pytest.mark.verify
 @pytest.mark.usefixtures("cluster")
 def test_judge_computes_the_win_rate_against_another_model(workspace: Path) -> None:
-    """The judge prefers digits. Otherwise it always answers B, which counts as a tie."""
+    """The judge prefers digits. With equal answers it always says B, which counts as a tie."""
     against = {
         "task": "win_rate",
         "against.model_name_or_path": workspace / "other",

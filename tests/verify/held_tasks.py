@@ -126,7 +126,7 @@ def make_model(folder: Path, seed: int) -> None:
 
 @dataclass(frozen=True, kw_only=True)
 class Outcome:
-    """A model's held-out pass@1, and the change from the SFT model's.
+    """A model's held-out pass@1, and the difference from the SFT model's pass@1.
 
     Standard errors are computed over problems, which are the same before and after training.
     """
