@@ -113,15 +113,21 @@ class ReplayGenerator:
         return {}
 
     def _samples_of(self, prompt: Prompt) -> Group:
-        samples = self._samples.get(prompt.index, [])
-        written = [(sample.prompt.text, sample.prompt.tokens) for sample in samples[:1]]
-        if written != [(prompt.text, prompt.tokens)]:
+        samples = self._samples.get(prompt.index)
+        if not samples:
             raise DataError(
-                f"{self._file} has no sample of prompt {prompt.index} as this run reads it, "
-                f"{prompt.text!r:.100} with the tokens {prompt.tokens[:8]}…. A replay must use the "
-                "prompts of the run that wrote the file: set the same --rollout.batch_size, "
-                "--data.prompt_dataset, columns, template, tokenizer, --train.seed and, with "
-                "dynamic filtering, the same range and reward models."
+                f"{self._file} has no sample of prompt {prompt.index}, which this run draws. A "
+                "replay must use the prompts of the run that wrote the file: set the same "
+                "--rollout.batch_size, --data.prompt_dataset, --train.seed and, with dynamic "
+                "filtering, the same range and reward models."
+            )
+        written = samples[0].prompt
+        if (written.text, written.tokens) != (prompt.text, prompt.tokens):
+            raise DataError(
+                f"{self._file}: prompt {prompt.index} is {written.text!r:.100} with the tokens "
+                f"{written.tokens[:8]}… in the file, but {prompt.text!r:.100} with the tokens "
+                f"{prompt.tokens[:8]}… in this run. Use the same --data.prompt_dataset, columns, "
+                "template and tokenizer."
             )
         # Use this run's label and images, because JSON may not be able to express them.
         return [replace(sample, prompt=prompt) for sample in samples]

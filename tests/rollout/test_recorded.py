@@ -200,7 +200,7 @@ def test_repeated_step_replaces_the_first_attempt(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("prompts", "fields", "words"),
     [
-        (Prompts(8, "line"), {}, ["prompt 0", "'line", "--data.prompt_dataset"]),
+        (Prompts(8, "line"), {}, ["prompt 0 is 'row", "'line", "--data.prompt_dataset"]),
         (
             Prompts(8),
             {"batch_size": 3},
@@ -228,6 +228,6 @@ def test_replay_raises_if_prompt_tokens_differ(tmp_path: Path) -> None:
     rollout(DumpingGenerator(Dice(0), files, run={}), [prompt], SPEC)
     with pytest.raises(
         DataError,
-        match=r"prompt 0 .*tokens \[2\]….*tokenizer",
+        match=r"prompt 0 .*tokens \[1\]….*tokens \[2\]….*tokenizer",
     ):
         rollout(ReplayGenerator(files), [Prompt(index=0, text="a", tokens=[2])], SPEC)
