@@ -4,6 +4,7 @@ Every weight must exist, have the right size and be finite.
 """
 
 import json
+import os
 import re
 from collections import Counter
 from collections.abc import Callable, Collection, Iterator, Mapping
@@ -160,12 +161,7 @@ def stored_weights(path: str) -> Iterator[tuple[str, Callable[[], Tensor]]]:
     the Hub cache. Yields nothing if the model is missing. Reads safetensors files or, if none
     exist, pytorch_model*.bin.
     """
-    folder = Path(path)
-    if not folder.is_dir():
-        try:
-            folder = Path(snapshot_download(path, local_files_only=True))
-        except (HfHubHTTPError, OSError, ValueError):
-            return  # the program that loads the model reports missing files
+    folder = _local_folder(path)
     files = sorted(folder.glob("*.safetensors"))
     for file in files:
         with safe_open(file, framework="pt") as stored:
@@ -180,6 +176,16 @@ def stored_weights(path: str) -> Iterator[tuple[str, Callable[[], Tensor]]]:
             yield name, partial(weights.get, name)
 
 
+def _local_folder(path: str) -> Path:
+    """Return the folder of a model in the Hub cache, or `path` itself for any other model."""
+    if os.path.isdir(path):
+        return Path(path)
+    try:
+        return Path(snapshot_download(path, local_files_only=True))
+    except (HfHubHTTPError, OSError, ValueError):
+        return Path(path)  # the program that loads the model reports missing files
+
+
 def require_finite_files(path: str) -> None:
     """Raise ModelError, naming the first weights, if weights in a model's files are NaN or
     infinite.
@@ -188,7 +194,7 @@ def require_finite_files(path: str) -> None:
     or the name of a model in the Hub cache.
     """
     broken = [name for name, read in stored_weights(path) if not is_finite(read())]
-    _refuse_numbers(broken, path)
+    _refuse_numbers(broken, str(_local_folder(path)))
 
 
 def odd_experts(path: str) -> str | None:

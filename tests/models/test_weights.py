@@ -192,6 +192,15 @@ def test_nonfinite_torch_weights_are_rejected_by_name(
     assert NUMBERS[change] in str(refused.value) and "pytorch_model.bin" in str(refused.value)
 
 
+def test_nonfinite_weights_of_a_hub_model_are_rejected_with_the_file_in_the_cache(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folder = rewrite(save_tiny_model(tmp_path / "cache"), with_nan)
+    monkeypatch.setattr("openrlhf.models.weights.snapshot_download", lambda name, **_: str(folder))
+    with pytest.raises(ModelError, match=str(Path(folder) / "model.safetensors")):
+        require_finite_files("lab/model")
+
+
 def test_engine_does_not_start_for_a_nonfinite_model(tmp_path: Path) -> None:
     folder = rewrite(save_tiny_model(tmp_path / "lm"), with_nan)
     config = parse_config(EvaluationConfig, [*SMALLEST["eval"].split()], command="eval")
