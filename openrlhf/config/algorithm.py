@@ -30,9 +30,7 @@ class AdvantageConfig(Section):
         "Correct the loss for differences between the engine's and the trainer's "
         "log-probabilities.",
     )
-    is_correction_type: str = option(
-        "tis", "Correction preset.", choices=choices.CORRECTIONS, needs="is_correction_enable"
-    )
+    is_correction_type: str = option("tis", "Correction preset.", choices=choices.CORRECTIONS)
     is_correction_threshold: tuple[float, float] = option(
         (0.5, 5.0), "Lower and upper bound of the ratio pi_old / pi_rollout.", ge=0
     )
@@ -49,6 +47,8 @@ class AdvantageConfig(Section):
                 "without an --estimator that whitens advantages, such as gae, reinforce or "
                 "reinforce_baseline",
             )
+        if not self.is_correction_enable:
+            yield Unused(["is_correction_type"], "without --is_correction_enable")
 
     @property
     def traits(self) -> choices.EstimatorTraits:
@@ -72,18 +72,15 @@ class KLConfig(Section):
     """KL divergence from the reference."""
 
     init_coef: float = option(0.01, "KL coefficient; 0: do not load a reference.", ge=0)
-    estimator: str = option("k1", "Estimator.", choices=choices.KL_ESTIMATORS, needs="init_coef")
+    estimator: str = option("k1", "Estimator.", choices=choices.KL_ESTIMATORS)
     use_loss: bool = option(
         False,
         "Add the KL to the loss instead of subtracting it from the rewards.",
-        needs="init_coef",
     )
     target: float | None = option(
         None, "Adapt the coefficient to keep the KL near this value, in nats per token.", gt=0
     )
-    horizon: int = option(
-        10000, "Number of samples over which the coefficient adapts.", ge=1, needs="target"
-    )
+    horizon: int = option(10000, "Number of samples over which the coefficient adapts.", ge=1)
     stop_update: float | None = option(
         None, "Stop updating on a batch when the KL exceeds this value, in nats per token.", gt=0
     )
@@ -95,6 +92,13 @@ class KLConfig(Section):
     def in_reward(self) -> bool:
         """True if the KL is subtracted from the rewards."""
         return self.init_coef > 0 and not self.use_loss
+
+    def unused(self) -> Iterator[Unused]:
+        """Yield the flags that have no effect with these values."""
+        if not self.init_coef:
+            yield Unused(["estimator", "use_loss"], "without --init_coef")
+        if not self.target:
+            yield Unused(["horizon"], "without --target")
 
 
 class LossConfig(Section):
@@ -117,7 +121,12 @@ class DistillConfig(Section):
         "Folder or Hub name of the teacher, or the name of a server in rollout.remote_engines.",
         holds="model",
     )
-    coef: float = option(1.0, "Weight of the distillation term.", ge=0, needs="teacher")
+    coef: float = option(1.0, "Weight of the distillation term.", ge=0)
+
+    def unused(self) -> Iterator[Unused]:
+        """Yield the flags that have no effect with these values."""
+        if not self.teacher:
+            yield Unused(["coef"], "without --teacher")
 
 
 class PtxConfig(Section):
@@ -126,13 +135,14 @@ class PtxConfig(Section):
     dataset: str | None = option(
         None, "Comma-separated files, folders or Hub names.", holds="dataset"
     )
-    probs: str | None = option(
-        None, "Comma-separated probabilities, one per dataset.", needs="dataset"
-    )
-    split: str = option(
-        "train", "Split of each dataset; files have a single split.", needs="dataset"
-    )
-    coef: float = option(0.05, "Weight of the loss on this text.", ge=0, needs="dataset")
+    probs: str | None = option(None, "Comma-separated probabilities, one per dataset.")
+    split: str = option("train", "Split of each dataset; files have a single split.")
+    coef: float = option(0.05, "Weight of the loss on this text.", ge=0)
+
+    def unused(self) -> Iterator[Unused]:
+        """Yield the flags that have no effect with these values."""
+        if not self.dataset:
+            yield Unused(["probs", "split", "coef"], "without --dataset")
 
 
 class AlgoConfig(Section):
@@ -148,5 +158,10 @@ class AlgoConfig(Section):
         False, "Discard prompts whose mean score is outside the filtering range, and replace them."
     )
     dynamic_filtering_range: tuple[float, float] = option(
-        (0.0, 1.0), "Range of mean scores to keep, exclusive.", needs="dynamic_filtering_enable"
+        (0.0, 1.0), "Range of mean scores to keep, exclusive."
     )
+
+    def unused(self) -> Iterator[Unused]:
+        """Yield the flags that have no effect with these values."""
+        if not self.dynamic_filtering_enable:
+            yield Unused(["dynamic_filtering_range"], "without --dynamic_filtering_enable")

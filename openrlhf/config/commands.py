@@ -199,6 +199,8 @@ class Root(RecordedCommand):
             )
         if not (self.eval.dataset or self.measures_training_rows):
             yield Unused(["ckpt.best_metric_key", "eval.steps"], "without --eval.dataset")
+        if not self.ckpt.load_enable:
+            yield Unused(["ds.use_universal_ckpt"], "without --ckpt.load_enable")
 
     def notices(self) -> Iterator[str]:
         """Yield notices, including those about checkpoints."""

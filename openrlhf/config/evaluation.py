@@ -16,6 +16,7 @@ from openrlhf.config.rollout import (
     PromptColumns,
     RewardConfig,
     RolloutConfig,
+    unused_by_agents,
     unused_by_rewards,
     unused_without,
 )
@@ -191,6 +192,7 @@ class EvaluationConfig(EngineCommand, RecordedCommand):
 
     def _unused_by_episodes(self) -> Iterator[Unused]:
         agent, judges = {AGENT: self.train.agent_func_path}, {"--judge.url": self.judge.url}
+        yield from unused_by_agents(self.train.agent_func_path)
         yield from unused_by_rewards(self.reward, self.rollout, agents=agent, judges=judges)
         askers = {**agent, FUNCTION: self.reward.function_path}
         yield from unused_without(askers, "rollout.remote_engines")

@@ -91,10 +91,6 @@ class Flag:
     # "model" and "dataset": comma-separated paths or Hub names. "place": a path on this machine.
     holds: Literal["model", "dataset", "place"] | None = None
     writes: str = ""  # the kind of output that the command writes to this path (see `places`)
-    # The flag has an effect only with, or only without, a setting of its section, such as "rank" (a
-    # value that is true) or "zero_stage 2 or 3", or one of several flags: "--eval.dataset or --x".
-    needs: str = ""
-    unless: str = ""
     obsolete: bool = False  # True if the flag never has an effect
     not_yet: str = ""  # what to do instead, if any value other than the default is refused
     required: bool = False  # None until the user sets it; `check()` reports it if missing

@@ -123,7 +123,7 @@ class CsftConfig(Section):
     enable: bool = option(
         False, "Ask for answers with a given reward: append csft.prompt to each prompt."
     )
-    prompt: str = option("<rm_score>: 5.00", "Text that states the desired reward.", needs="enable")
+    prompt: str = option("<rm_score>: 5.00", "Text that states the desired reward.")
 
     @property
     def suffix(self) -> str:
@@ -131,6 +131,11 @@ class CsftConfig(Section):
         if not self.enable:
             return ""
         return f" {self.prompt.strip()} "
+
+    def unused(self) -> Iterator[Unused]:
+        """Yield the flags that have no effect with these values."""
+        if not self.enable:
+            yield Unused(["prompt"], "without --enable")
 
 
 class InferenceDataConfig(shared.EndedTextConfig, shared.DatasetConfig):
@@ -174,7 +179,6 @@ class BatchInferenceConfig(EngineCommand, RecordedCommand):
     reward_template: str = option(
         "{input} <rm_score>: {reward} ",
         "Template for an input that includes the reward.",
-        needs="post_processor csft",
     )
     data: InferenceDataConfig = InferenceDataConfig(max_samples=100_000_000)
     reward: RewardConfig = RewardConfig()
@@ -240,6 +244,8 @@ class BatchInferenceConfig(EngineCommand, RecordedCommand):
             yield Unused([*scoring, *SCORING_FLAGS], "without --task rm")
         else:
             yield Unused(ANSWERING_FLAGS, "with --task rm")
+        if self.post_processor != "csft":
+            yield Unused(["reward_template"], "without --post_processor csft")
         if self.rollout.max_tokens_per_gpu:
             yield Unused(["rollout.micro_batch_size"], "with --rollout.max_tokens_per_gpu")
         if not self.reward.models:

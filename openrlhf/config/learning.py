@@ -17,6 +17,7 @@ from openrlhf.config.rollout import (
     RewardConfig,
     RolloutConfig,
     VLLMConfig,
+    unused_by_agents,
     unused_by_rewards,
     unused_without,
 )
@@ -78,7 +79,6 @@ class RLTrainConfig(shared.ProcessConfig, shared.TrainConfig):
         16192,
         "Maximum tokens in a dynamic micro-batch; a longer sample gets its own.",
         ge=1,
-        needs="dynamic_batch_enable",
     )
     colocate_actor_ref: bool = option(False, "Colocate policy and reference on the same devices.")
     colocate_critic_reward: bool = option(
@@ -90,17 +90,14 @@ class RLTrainConfig(shared.ProcessConfig, shared.TrainConfig):
         1,
         "Maximum number of batches being generated or waiting, not counting the one in training.",
         ge=1,
-        needs="async_enable",
     )
     max_staleness: int = derived(
         "Maximum age of a sample in weight versions; unset: train.async_queue_size.",
         ge=1,
-        needs="async_enable",
     )
     partial_rollout_enable: bool = option(
         False,
         "Publish weights during generation; unfinished samples continue with the new weights.",
-        needs="async_enable",
     )
     max_restarts: int = option(
         0,
@@ -123,13 +120,21 @@ class RLTrainConfig(shared.ProcessConfig, shared.TrainConfig):
             groups.append(("critic", "reward"))
         return groups
 
+    def unused(self) -> Iterator[Unused]:
+        """Yield the flags that have no effect with these values."""
+        yield from super().unused()
+        if not self.dynamic_batch_enable:
+            yield Unused(["max_tokens_per_gpu"], "without --dynamic_batch_enable")
+        if not self.async_enable:
+            asynchronous = ["async_queue_size", "max_staleness", "partial_rollout_enable"]
+            yield Unused(asynchronous, "without --async_enable")
+
 
 class RLLoraConfig(shared.LoraConfig):
     publish: str = option(
         "merged",
         "Weights to send to the engines: merged, or only the adapter.",
         choices=("merged", "adapter"),
-        needs="rank",
     )
 
     @property
@@ -137,11 +142,15 @@ class RLLoraConfig(shared.LoraConfig):
         """The rank of the adapter that is sent to engines; 0 if full weights are sent."""
         return self.rank if self.publish == "adapter" else 0
 
+    def unused(self) -> Iterator[Unused]:
+        """Yield the flags that have no effect with these values."""
+        yield from super().unused()
+        if not self.rank:
+            yield Unused(["publish"], "without --rank")
+
 
 class RLDeepSpeedConfig(shared.LMDeepSpeedConfig):
-    enable_sleep: bool = option(
-        False, "Move the training state to CPU memory between updates.", unless="adam_offload"
-    )
+    enable_sleep: bool = option(False, "Move the training state to CPU memory between updates.")
     value_head_prefix: str = option(
         "score", "Name of the scalar head; a stored name takes precedence."
     )
@@ -152,22 +161,32 @@ class RLDeepSpeedConfig(shared.LMDeepSpeedConfig):
         """True if the training state is kept in CPU memory between updates."""
         return self.enable_sleep and not self.adam_offload
 
+    def unused(self) -> Iterator[Unused]:
+        """Yield the flags that have no effect with these values."""
+        yield from super().unused()
+        if self.adam_offload:
+            yield Unused(["enable_sleep"], "with --adam_offload")
+
 
 class RLDataConfig(PromptConfig, shared.DataConfig):
     """Tokenizer and prompts."""
 
-    image_key: str = option("images", "Column with images.", needs=AGENT)
+    image_key: str = option("images", "Column with images.")
     max_images_per_prompt: int = option(
         0, "Maximum number of images per prompt; 0: text only.", ge=0, not_yet="use text prompts"
     )
 
 
 class RLEvalConfig(shared.EvalConfig):
-    temperature: float = option(0.6, "Temperature; 0: greedy.", ge=0, le=2, needs="dataset")
-    n_samples_per_prompt: int = option(
-        4, "Responses per prompt: the k of pass@k.", ge=1, needs="dataset"
-    )
-    at_start: bool = option(False, "Also evaluate before the first step.", needs="dataset")
+    temperature: float = option(0.6, "Temperature; 0: greedy.", ge=0, le=2)
+    n_samples_per_prompt: int = option(4, "Responses per prompt: the k of pass@k.", ge=1)
+    at_start: bool = option(False, "Also evaluate before the first step.")
+
+    def unused(self) -> Iterator[Unused]:
+        """Yield the flags that have no effect with these values."""
+        yield from super().unused()
+        if not self.dataset:
+            yield Unused(["temperature", "n_samples_per_prompt", "at_start"], "without --dataset")
 
 
 class RLFlags(Root):
@@ -343,7 +362,9 @@ class RLFlags(Root):
         yield from unused_without({CRITIC: critic, REWARD_MODEL: models}, "ds.value_head_prefix")
 
     def _unused_by_episodes(self) -> Iterator[Unused]:
-        agent = self.train.agent_func_path
+        train, agent = self.train, self.train.agent_func_path
+        yield from unused_by_agents(agent)
+        yield from unused_without({AGENT: agent}, "data.image_key")
         yield from unused_by_rewards(self.reward, self.rollout, agents={AGENT: agent}, judges={})
         askers = {
             AGENT: agent,
@@ -353,3 +374,11 @@ class RLFlags(Root):
         yield from unused_without(askers, "rollout.remote_engines")
         if self.hybrid:
             yield Unused(["vllm.max_engines"], "with --train.colocate_all")
+        if not train.colocate_all:
+            yield Unused(["vllm.enable_sleep"], "without --train.colocate_all")
+        if train.async_enable:
+            yield Unused(["rollout.vllm_generate_batch_size"], "with --train.async_enable")
+        if train.dynamic_batch_enable:
+            yield Unused(["rollout.micro_batch_size"], "with --train.dynamic_batch_enable")
+        else:
+            yield Unused(["rollout.max_tokens_per_gpu"], "without --train.dynamic_batch_enable")

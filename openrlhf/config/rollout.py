@@ -12,7 +12,6 @@ from openrlhf.config.flags import Section, Unused, derived, items, option, requi
 AGENT = "--train.agent_func_path"
 FUNCTION = "--reward.remote_url FILE.py"
 VERIFIER = "--reward.verifier"
-REWARD_MODELS = "--reward.model_name_or_path or --reward.process_model"
 
 
 class VLLMConfig(Section):
@@ -43,14 +42,11 @@ class VLLMConfig(Section):
     enable_prefix_caching: bool = option(
         False,
         "Enable prefix caching; always on with agents or several samples per prompt.",
-        unless="disable_prefix_caching",
     )
     disable_prefix_caching: bool = option(
         False, "Disable prefix caching, whatever the other flags say."
     )
-    enable_sleep: bool = option(
-        False, "Free GPU memory between rollouts.", needs="--train.colocate_all"
-    )
+    enable_sleep: bool = option(False, "Free GPU memory between rollouts.")
     sync_backend: str = option("nccl", "Transport for weight updates; gloo without GPUs.")
     sync_with_ray: bool = option(
         False, "No effect: weights are never sent through Ray.", obsolete=True
@@ -66,6 +62,8 @@ class VLLMConfig(Section):
         """Yield the flags that have no effect with these values."""
         if not machine.count_gpus():
             yield Unused(["gpu_memory_utilization", "enforce_eager"], "without a GPU")
+        if self.disable_prefix_caching:
+            yield Unused(["enable_prefix_caching"], "with --disable_prefix_caching")
 
 
 class RemoteEnginesConfig(Section):
@@ -116,29 +114,21 @@ class RolloutConfig(RemoteEnginesConfig, SamplingConfig):
     vllm_generate_batch_size: int = derived(
         "Prompts to generate responses for at once; unset: batch_size.",
         ge=1,
-        unless="--train.async_enable",
     )
-    micro_batch_size: int = option(
-        1, "Samples per forward pass without gradient.", ge=1, unless="--train.dynamic_batch_enable"
-    )
+    micro_batch_size: int = option(1, "Samples per forward pass without gradient.", ge=1)
     max_tokens_per_gpu: int | None = option(
         None,
         "Maximum tokens per forward pass with dynamic batches; unset: same as in training. A "
         "longer sample gets its own pass.",
         ge=1,
-        needs="--train.dynamic_batch_enable",
     )
     n_samples_per_prompt: int = option(1, "Responses per prompt.", ge=1)
     seeded: str = option(
         "auto", "Seed each sample; auto: only on CPUs.", choices=("auto", "on", "off")
     )
-    max_turns: int | None = option(None, "Maximum turns per agent episode.", ge=1, needs=AGENT)
-    step_timeout: float = option(
-        600.0, "Time limit in seconds for one agent step.", gt=0, needs=AGENT
-    )
-    episode_timeout: float = option(
-        3600.0, "Time limit in seconds for a whole episode.", gt=0, needs=AGENT
-    )
+    max_turns: int | None = option(None, "Maximum turns per agent episode.", ge=1)
+    step_timeout: float = option(600.0, "Time limit in seconds for one agent step.", gt=0)
+    episode_timeout: float = option(3600.0, "Time limit in seconds for a whole episode.", gt=0)
     dump_dir: str | None = option(
         None,
         "Write every episode to this folder, one file per step.",
@@ -158,7 +148,6 @@ class RuleConfig(Section):
         None,
         "Comma-separated HTTP servers, or a .py file with reward_func.",
         holds="place",
-        unless=AGENT,
     )
     verifier: str | None = option(
         None,
@@ -166,7 +155,7 @@ class RuleConfig(Section):
         "regular expression (none: <think> once, then an answer); length: words, such as 100-200.",
         choices=("math", "code", "format", "length"),
     )
-    batch: bool = option(False, "Call the function once per group of samples.", needs="remote_url")
+    batch: bool = option(False, "Call the function once per group of samples.")
     max_error_rate: float = option(
         0.1, "Stop the run if a larger fraction of episodes fails.", ge=0, le=1
     )
@@ -174,7 +163,6 @@ class RuleConfig(Section):
         180.0,
         "Time limit in seconds for one reward call.",
         gt=0,
-        needs="--reward.remote_url or --reward.verifier or --judge.url or --rollout.remote_engines",
     )
     retries: int = option(5, "Retries after a failed call to a reward server.", ge=0)
     workers: int = derived(
@@ -202,6 +190,11 @@ class RuleConfig(Section):
         """The HTTP reward servers."""
         return [part for part in self.sources if not part.endswith(".py")]
 
+    def unused(self) -> Iterator[Unused]:
+        """Yield the flags that have no effect with these values."""
+        if not self.remote_url:
+            yield Unused(["batch"], "without --remote_url")
+
 
 class RewardConfig(RuleConfig):
     """Rewards."""
@@ -212,9 +205,7 @@ class RewardConfig(RuleConfig):
     process_model: str | None = option(
         None, "Process reward model, which scores the end of each step.", holds="model"
     )
-    step_separator: str = option(
-        "\n", "Text that ends each step of an answer.", needs="process_model"
-    )
+    step_separator: str = option("\n", "Text that ends each step of an answer.")
     weights: tuple[float, ...] | None = option(
         None,
         "Weights of the rewards in their sum: one per reward model, then the process model, then "
@@ -238,22 +229,16 @@ class RewardConfig(RuleConfig):
         "Number of tokens before the length limit over which the overlong penalty grows (DAPO).",
         gt=0,
     )
-    overlong_penalty_factor: float = option(
-        1.0, "Maximum overlong penalty.", ge=0, needs="overlong_buffer_len"
-    )
+    overlong_penalty_factor: float = option(1.0, "Maximum overlong penalty.", ge=0)
     stop_properly_penalty_coef: float | None = option(
         None,
         "For truncated responses: a value from 0 to 1 multiplies the reward, a negative value "
         "replaces it.",
         le=1,
     )
-    offload: bool = option(
-        False, "Keep the reward models in CPU memory between uses.", needs=REWARD_MODELS
-    )
-    num_nodes: int = option(1, "Nodes for the reward models.", ge=1, needs=REWARD_MODELS)
-    num_gpus_per_node: int = option(
-        8, "GPUs per node; without GPUs: CPU processes.", ge=1, needs=REWARD_MODELS
-    )
+    offload: bool = option(False, "Keep the reward models in CPU memory between uses.")
+    num_nodes: int = option(1, "Nodes for the reward models.", ge=1)
+    num_gpus_per_node: int = option(8, "GPUs per node; without GPUs: CPU processes.", ge=1)
 
     @property
     def fallback(self) -> float | None:
@@ -269,6 +254,17 @@ class RewardConfig(RuleConfig):
     def models(self) -> list[str]:
         """All reward models."""
         return [*self.scalars, *filter(None, [self.process_model])]
+
+    def unused(self) -> Iterator[Unused]:
+        """Yield the flags that have no effect with these values."""
+        yield from super().unused()
+        if not self.process_model:
+            yield Unused(["step_separator"], "without --process_model")
+        if not self.models:
+            devices = ["offload", "num_nodes", "num_gpus_per_node"]
+            yield Unused(devices, "without --model_name_or_path or --process_model")
+        if not self.overlong_buffer_len:
+            yield Unused(["overlong_penalty_factor"], "without --overlong_buffer_len")
 
 
 class PromptColumns(Section):
@@ -298,7 +294,6 @@ class RolePlacement(Section):
         {},
         "Requirements of each process: Ray resource amounts and node labels.",
         metavar="JSON",
-        unless="--placement.cluster",
     )
 
 
@@ -329,6 +324,12 @@ class PlacementConfig(Section):
             resources |= value_at(self, section).resources
         return resources
 
+    def unused(self) -> Iterator[Unused]:
+        """Yield the flags that have no effect with these values."""
+        if self.cluster:
+            roles = ["actor", "critic", "ref", "reward", "vllm"]
+            yield Unused(roles, "with --cluster")
+
 
 def unused_without(alternatives: Mapping[str, object], *names: str) -> Iterator[Unused]:
     """Yield flags that need one of these alternatives, if none of them is set.
@@ -351,6 +352,17 @@ def unused_by_rewards(
     `agents` and `judges` are other users of these flags, in the format of `unused_without`.
     """
     servers = {**judges, "--rollout.remote_engines": rollout.remote_engines}
+    rules = {"--reward.remote_url": reward.remote_url, VERIFIER: reward.verifier}
     code = {FUNCTION: reward.function_path, VERIFIER: reward.verifier}
+    yield from unused_without({**rules, **servers}, "reward.timeout")
     yield from unused_without({"--reward.remote_url URL": reward.urls, **servers}, "reward.retries")
     yield from unused_without({**code, **agents}, "reward.workers", "reward.memory_gib")
+
+
+def unused_by_agents(agent: str | None) -> Iterator[Unused]:
+    """Yield the flags that episodes with this agent, or without an agent, do not use."""
+    if agent:
+        yield Unused(["reward.remote_url"], f"with {AGENT}")
+    else:
+        turns = ["rollout.max_turns", "rollout.step_timeout", "rollout.episode_timeout"]
+        yield Unused(turns, f"without {AGENT}")

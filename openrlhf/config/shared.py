@@ -78,14 +78,18 @@ class WandbConfig(Section):
         saved=False,
         secret=True,
     )
-    org: str | None = option(None, "Entity: user or team.", needs="key")
-    group: str | None = option(None, "Group of runs.", needs="key")
-    project: str = option("openrlhf", "Project.", needs="key")
+    org: str | None = option(None, "Entity: user or team.")
+    group: str | None = option(None, "Group of runs.")
+    project: str = option("openrlhf", "Project.")
     run_name: str | None = option(
         None,
         "Name of the run, also in TensorBoard; unset: the last part of run.dir.",
-        needs="--logger.wandb.key or --logger.tensorboard_dir",
     )
+
+    def unused(self) -> Iterator[Unused]:
+        """Yield the flags that have no effect with these values."""
+        if not self.key:
+            yield Unused(["org", "group", "project"], "without --key")
 
 
 class LoggerConfig(Section):
@@ -96,6 +100,11 @@ class LoggerConfig(Section):
     tensorboard_dir: str | None = option(
         None, "Folder for TensorBoard's event files.", holds="place", writes="events"
     )
+
+    def unused(self) -> Iterator[Unused]:
+        """Yield the flags that have no effect with these values."""
+        if not (self.wandb.key or self.tensorboard_dir):
+            yield Unused(["wandb.run_name"], "without --wandb.key or --tensorboard_dir")
 
 
 def logger_of(project: str) -> LoggerConfig:
@@ -154,7 +163,12 @@ class TrainConfig(SeedConfig):
         "Keep an exponential moving average (EMA) of the weights (RL: of the policy) and "
         "export it.",
     )
-    ema_beta: float = option(0.992, "Decay of the EMA.", ge=0, lt=1, needs="enable_ema")
+    ema_beta: float = option(0.992, "Decay of the EMA.", ge=0, lt=1)
+
+    def unused(self) -> Iterator[Unused]:
+        """Yield the flags that have no effect with these values."""
+        if not self.enable_ema:
+            yield Unused(["ema_beta"], "without --enable_ema")
 
 
 class EvalConfig(Section):
@@ -168,9 +182,7 @@ class EvalConfig(Section):
     dataset: str | None = option(
         None, "Comma-separated files, folders or Hub names.", holds="dataset"
     )
-    split: str = option(
-        "train", "Split of the dataset; files have a single split.", needs="dataset"
-    )
+    split: str = option("train", "Split of the dataset; files have a single split.")
     patience: int | None = option(
         None,
         "Stop after N evaluations without improvement of --ckpt.best_metric_key, and export the "
@@ -178,20 +190,29 @@ class EvalConfig(Section):
         ge=1,
     )
 
+    def unused(self) -> Iterator[Unused]:
+        """Yield the flags that have no effect with these values."""
+        if not self.dataset:
+            yield Unused(["split"], "without --dataset")
+
 
 class LoraConfig(Section):
     """LoRA adapters."""
 
     rank: int = option(0, "LoRA rank; 0: train all weights, without an adapter.", ge=0)
-    alpha: int = option(
-        16, "LoRA alpha: the update is multiplied by alpha / rank.", gt=0, needs="rank"
-    )
-    dropout: float = option(0.0, "Dropout before the adapter.", ge=0, lt=1, needs="rank")
+    alpha: int = option(16, "LoRA alpha: the update is multiplied by alpha / rank.", gt=0)
+    dropout: float = option(0.0, "Dropout before the adapter.", ge=0, lt=1)
     target_modules: tuple[str, ...] = option(
-        ("all-linear",), "Modules to adapt; all-linear: every linear layer.", needs="rank"
+        ("all-linear",), "Modules to adapt; all-linear: every linear layer."
     )
-    rslora: bool = option(False, "Multiply by alpha / sqrt(rank) instead (rsLoRA).", needs="rank")
-    dora: bool = option(False, "Also train the norm of each weight row (DoRA).", needs="rank")
+    rslora: bool = option(False, "Multiply by alpha / sqrt(rank) instead (rsLoRA).")
+    dora: bool = option(False, "Also train the norm of each weight row (DoRA).")
+
+    def unused(self) -> Iterator[Unused]:
+        """Yield the flags that have no effect with these values."""
+        if not self.rank:
+            names = ["alpha", "dropout", "target_modules", "rslora", "dora"]
+            yield Unused(names, "without --rank")
 
 
 class LoadingConfig(Section):
@@ -240,14 +261,11 @@ class DeepSpeedConfig(LoadingConfig):
     use_universal_ckpt: bool = option(
         False,
         "Resume with a different number of processes, or switch between ZeRO stages 1 and 2.",
-        needs="--ckpt.load_enable",
     )
     grad_accum_dtype: str | None = option(
         None, "Data type for gradient accumulation; unset: fp32.", choices=DTYPES
     )
-    overlap_comm: bool = option(
-        False, "Overlap gradient reduction with the backward pass.", needs="zero_stage 2 or 3"
-    )
+    overlap_comm: bool = option(False, "Overlap gradient reduction with the backward pass.")
     deepcompile: bool = option(False, "Use DeepSpeed's DeepCompile.", not_yet="leave it out")
     torch_compile: bool = option(
         False, "Compile the model with torch.compile.", not_yet="leave it out"
@@ -280,6 +298,11 @@ class DeepSpeedConfig(LoadingConfig):
         """The number of ranks that work on the same rows, at least 1."""
         return max(1, self.ring_attn_size * self.tensor_parallel_size)
 
+    def unused(self) -> Iterator[Unused]:
+        """Yield the flags that have no effect with these values."""
+        if self.zero_stage not in (2, 3):
+            yield Unused(["overlap_comm"], "without --zero_stage 2 or 3")
+
 
 class LMDeepSpeedConfig(DeepSpeedConfig):  # for commands that train a language model
     use_liger_kernel: bool = option(
@@ -304,9 +327,13 @@ class FormatConfig(TokenizerConfig):
     input_template: str | None = option(
         None,
         "Template with {} for the prompt, used without a chat template.",
-        unless="apply_chat_template",
     )
     apply_chat_template: bool = option(False, "Render prompts with the tokenizer's chat template.")
+
+    def unused(self) -> Iterator[Unused]:
+        """Yield the flags that have no effect with these values."""
+        if self.apply_chat_template:
+            yield Unused(["input_template"], "with --apply_chat_template")
 
 
 class DataConfig(FormatConfig):
@@ -345,6 +372,7 @@ class OfflineDataConfig(EndedTextConfig, DatasetConfig):
 
     def unused(self) -> Iterator[Unused]:
         """Yield the flags that have no effect with these values."""
+        yield from super().unused()
         if not (self.apply_chat_template or self.layout in ("auto", "arena")):
             yield Unused(
                 ["tokenizer_chat_template"],
@@ -377,15 +405,12 @@ class OptimizerConfig(Section):
     muon: MuonConfig = MuonConfig()
     adam: AdamConfig = AdamConfig()
     lr_scheduler: str = option("cosine_with_min_lr", "Schedule.", choices=SCHEDULERS)
-    lr_warmup_ratio: float = option(
-        0.03, "Fraction of the steps used for warmup.", ge=0, le=1, unless="lr_scheduler constant"
-    )
+    lr_warmup_ratio: float = option(0.03, "Fraction of the steps used for warmup.", ge=0, le=1)
     min_lr_ratio: float = option(
         0.1,
         "Minimum learning rate as a fraction of the peak, for schedules that have a minimum.",
         ge=0,
         le=1,
-        needs=f"lr_scheduler {' or '.join(FLOORED_SCHEDULERS)}",
     )
     max_norm: float = option(1.0, "Clip gradients to this norm; 0: no clipping.", ge=0)
 
@@ -394,6 +419,11 @@ class OptimizerConfig(Section):
         yield from super().unused()
         if self.optim != "muon":
             yield Unused(["muon"], "without --optim muon")
+        if self.lr_scheduler == "constant":
+            yield Unused(["lr_warmup_ratio"], "with --lr_scheduler constant")
+        if self.lr_scheduler not in FLOORED_SCHEDULERS:
+            schedulers = " or ".join(FLOORED_SCHEDULERS)
+            yield Unused(["min_lr_ratio"], f"without --lr_scheduler {schedulers}")
 
 
 class GroupConfig(Section):
@@ -418,12 +448,18 @@ class TrainedModelConfig(Section):
     gradient_checkpointing_enable: bool = option(
         False, "Recompute activations to save memory (RL: also in the critic)."
     )
-    gradient_checkpointing_reentrant: bool = option(
-        False, "Use reentrant gradient checkpointing.", needs="gradient_checkpointing_enable"
-    )
+    gradient_checkpointing_reentrant: bool = option(False, "Use reentrant gradient checkpointing.")
     aux_loss_coef: float = option(
         0.0, "Weight of the experts' load-balancing loss (RL: also in the critic).", ge=0
     )
+
+    def unused(self) -> Iterator[Unused]:
+        """Yield the flags that have no effect with these values."""
+        yield from super().unused()
+        if not self.gradient_checkpointing_enable:
+            yield Unused(
+                ["gradient_checkpointing_reentrant"], "without --gradient_checkpointing_enable"
+            )
 
 
 class ModelConfig(ModelSourceConfig, TrainedModelConfig):

@@ -168,14 +168,19 @@ class DPOModelConfig(shared.ModelConfig):
         "Assumed fraction of wrong labels (cDPO, robust).",
         ge=0,
         lt=0.5,
-        needs="loss_type dpo or robust",
     )
-    target_margin: float = option(
-        0.5, "Target reward margin (SimPO).", ge=0, needs="loss_type simpo"
-    )
+    target_margin: float = option(0.5, "Target reward margin (SimPO).", ge=0)
     nll_loss_coef: float = option(
         0.0, "Weight of the chosen answers' negative log-likelihood.", ge=0
     )
+
+    def unused(self) -> Iterator[Unused]:
+        """Yield the flags that have no effect with these values."""
+        yield from super().unused()
+        if self.loss_type not in ("dpo", "robust"):
+            yield Unused(["label_smoothing"], "without --loss_type dpo or robust")
+        if self.loss_type != "simpo":
+            yield Unused(["target_margin"], "without --loss_type simpo")
 
 
 class ReferencedConfig(SupervisedConfig):
@@ -386,12 +391,17 @@ class RMModelConfig(shared.ModelConfig):
     margin_loss_enable: bool = option(
         False,
         "Use the column margin as the required reward margin (sigmoid).",
-        unless="loss_type logexp",
     )
     compute_fp32_loss_enable: bool = option(
         False, "No effect: rewards are always float32.", obsolete=True
     )
     reinit_head: bool = option(False, "Initialize a new scalar head even if one is stored.")
+
+    def unused(self) -> Iterator[Unused]:
+        """Yield the flags that have no effect with these values."""
+        yield from super().unused()
+        if self.loss_type == "logexp":
+            yield Unused(["margin_loss_enable"], "with --loss_type logexp")
 
 
 class RMDeepSpeedConfig(shared.DeepSpeedConfig):
