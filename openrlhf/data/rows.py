@@ -225,6 +225,12 @@ def attempt(step: Callable[..., Any], row: dict[str, Any], *arguments: Any) -> A
         return {MALFORMED: str(error)}
 
 
+def without_origin(dataset: Dataset) -> Dataset:
+    """Return the dataset without the columns that record row origins."""
+    columns = [name for name in dataset.column_names if name not in (SOURCE, ROW)]
+    return dataset.select_columns(columns)
+
+
 def contents_of(dataset: Dataset) -> Iterator[bytes]:
     """Yield a dataset's values as bytes that do not depend on how it is stored.
 

@@ -23,7 +23,7 @@ from openrlhf.data.prompts import AnsweredDataset, PromptDataset
 from openrlhf.data.shown import SHOWN, show_template, show_text
 from openrlhf.data.templates import encode
 from openrlhf.evaluation.comparing import given_text
-from openrlhf.evaluation.journal import Journal, first_start_of
+from openrlhf.evaluation.journal import Journal, start_of_request
 from openrlhf.evaluation.post_processing import POST_PROCESSORS, Rows, by_input
 from openrlhf.evaluation.processes import (
     Progress,
@@ -34,7 +34,7 @@ from openrlhf.evaluation.processes import (
 )
 from openrlhf.files import write_atomically
 from openrlhf.launch import settings
-from openrlhf.launch.identity import inference_identity
+from openrlhf.launch.identity import inference_identity, request_identity
 from openrlhf.launch.prompt_data import (
     check_reward_formats,
     policy_tokenizer,
@@ -66,11 +66,13 @@ def run_batch_inference(config: BatchInferenceConfig) -> None:
         tokenizer = scorer_tokenizer(config)
     final = Path(config.output_path)
     rows = load_rows(config)
-    prompts, identity = rendered_rows(config, tokenizer, rows, first_start_of(final))
+    request = request_identity(config, rows, tokenizer)
+    first_start = start_of_request(final, request)
+    prompts, identity = rendered_rows(config, tokenizer, rows, first_start)
     if config.dry_run:
         show_rows(config, tokenizer, prompts)
         return
-    journal = Journal(final, identity)
+    journal = Journal(final, identity, request=request)
     with recorded_run(config) as recorder:
         missing = [prompt for prompt in prompts if prompt.index not in journal.results]
         recorder.display.note(

@@ -8,16 +8,27 @@ from typing import Any
 
 from openrlhf.checkpoints.manifest import differences
 from openrlhf.data.errors import DataError
-from openrlhf.data.first_start import MOMENT, FirstStart
+from openrlhf.data.first_start import FirstStart
 from openrlhf.files import write_atomically
 from openrlhf.observability.run_folder import json_line, set_aside
 from openrlhf.reporting import notice
 
+REQUEST = "request, before its rows were rendered"  # additional key of a record
 
-def first_start_of(final: Path) -> FirstStart:
-    """Return the first start of the command whose partial results exist, or of this command."""
-    with suppress(OSError, ValueError):
-        return FirstStart.of(json.loads(part_of(final).read_bytes().partition(b"\n")[0]))
+
+def start_of_request(final: Path, request: str) -> FirstStart:
+    """Return the first start of the command that is writing or wrote the final file.
+
+    Returns the start of this command if there is no such command, or if it completed a different
+    request.
+    """
+    for begun in (part_of(final), record_of(final)):
+        if begun.exists():
+            with suppress(ValueError):
+                header = json.loads(begun.read_bytes().partition(b"\n")[0])
+                if is_complete(final) and header.get(REQUEST, request) != request:
+                    break
+                return FirstStart.of(header)
     return FirstStart.here()
 
 
@@ -26,8 +37,13 @@ def part_of(final: Path) -> Path:
     return final.with_name(f"{final.name}.part")
 
 
+def is_complete(final: Path) -> bool:
+    """Return whether the final file exists and there are no partial results to resume."""
+    return final.exists() and not part_of(final).exists()
+
+
 def record_of(final: Path) -> Path:
-    """Return the path of the record: the identity of the command that wrote the final file."""
+    """Return the path of the record, which identifies the command that wrote the final file."""
     return final.with_name(f"{final.name}.request")
 
 
@@ -36,19 +52,22 @@ class Journal:
 
     The first line is the command's identity. Every other line contains a row number and the row's
     whole result, so a row is either complete or absent. A last line that was truncated by a kill is
-    dropped. At the end, the identity is saved in a record beside the final file.
+    dropped. At the end, the identity and the request are kept in a record beside the final file.
 
     If the final file was written by a command with a different identity, it is moved aside. Raises
     DataError if the final file has the same identity or no record, or if the journal has a
     different identity.
     """
 
-    def __init__(self, final: Path, identity: Mapping[str, Any]) -> None:
+    def __init__(self, final: Path, identity: Mapping[str, Any], *, request: str = "") -> None:
         self.final = final
         self.path = part_of(final)
         self._identity: dict[str, Any] = json.loads(json_line(identity))
+        self._header = dict(self._identity)
+        if request:
+            self._header[REQUEST] = request
         self.results: dict[int, list[Any]] = {}
-        if final.exists() and not self.path.exists():
+        if is_complete(final):
             self._set_final_file_aside()
         final.parent.mkdir(parents=True, exist_ok=True)
         self.path.touch()
@@ -66,15 +85,11 @@ class Journal:
         with self.path.open("ab") as file:
             file.truncate(len(complete + newline))
         if not newline:
-            self._write(self._identity)
+            self._write(self._header)
 
     def _set_final_file_aside(self) -> None:
         record = record_of(self.final)
-        written_by = self._identity
-        if record.exists():
-            # Apart from this entry, the same command at a later time has the same identity.
-            written_by = json.loads(record.read_bytes()) | {MOMENT: self._identity.get(MOMENT)}
-        if not differences(written_by, self._identity):
+        if not record.exists() or not differences(json.loads(record.read_bytes()), self._identity):
             raise DataError(
                 f"--output_path {self.final} already exists. Delete it, or choose another path."
             )
@@ -91,7 +106,7 @@ class Journal:
 
     def finish(self) -> None:
         """Write the record of the completed final file, and delete the journal."""
-        write_atomically(record_of(self.final), json_line(self._identity))
+        write_atomically(record_of(self.final), json_line(self._header))
         self.path.unlink()
 
     def _write(self, content: Any) -> None:

@@ -11,13 +11,15 @@ from pathlib import Path
 from typing import Any
 
 from torch import Tensor
-from transformers import AutoConfig
+from transformers import AutoConfig, PreTrainedTokenizerBase
 
 from openrlhf.config.flags import value_at
 from openrlhf.config.inference import BatchInferenceConfig
 from openrlhf.config.ppo import PPOConfig
 from openrlhf.core.trajectory import Prompt
+from openrlhf.data.loading import Table
 from openrlhf.data.prompts import PromptDataset
+from openrlhf.data.rows import contents_of, without_origin
 from openrlhf.files import fingerprint
 from openrlhf.trainers.tasks import Config, Micro, OfflineTask, Row, Rows
 
@@ -70,6 +72,10 @@ FLAGS: dict[str, list[str]] = {
         "reward.weights",
     ],
 }
+# The --data.* flags that select rows. They are left out of a request's hash, which covers the rows
+# themselves.
+ROW_FLAGS = ("dataset", "dataset_split", "dataset_probs", "dataloader_num_workers")
+
 Identity = dict[str, Any]
 
 
@@ -147,6 +153,28 @@ def inference_identity(config: BatchInferenceConfig, prompts: Sequence[Prompt]) 
         "models": _inference_models(config),
         "rows of --data.dataset, rendered": of_rows(len(prompts), contents),
     }
+
+
+def request_identity(
+    config: BatchInferenceConfig, rows: Table, tokenizer: PreTrainedTokenizerBase
+) -> str:
+    """Return a hash of a batch inference request, computed before its rows are rendered.
+
+    The hash covers the flags, the stored rows and the models.
+    """
+    data = dict(vars(config.data))
+    for name in ROW_FLAGS:
+        del data[name]
+    stored = without_origin(rows)
+    request = {
+        **_values(config, [*FLAGS["inference"], "iter", "rollout.batch_size"]),
+        "sections": [data, vars(config.csft)],
+        "models": _inference_models(config),
+        "chat template": tokenizer.chat_template,
+        "columns": stored.column_names,
+        "rows": of_rows(len(stored), contents_of(stored)),
+    }
+    return _hash(request)
 
 
 def _inference_models(config: BatchInferenceConfig) -> list[str]:

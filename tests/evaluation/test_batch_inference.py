@@ -22,8 +22,9 @@ from openrlhf.data.first_start import FirstStart
 from openrlhf.data.prompts import AnsweredDataset
 from openrlhf.evaluation import batch_inference, processes
 from openrlhf.evaluation.batch_inference import keep
-from openrlhf.evaluation.journal import Journal, first_start_of
+from openrlhf.evaluation.journal import Journal, start_of_request
 from openrlhf.evaluation.post_processing import POST_PROCESSORS
+from openrlhf.launch.identity import request_identity
 from openrlhf.observability.display import Display
 from tests.config.commands import ROOTS, parse
 from tests.tiny import HEADS, character_tokenizer, save_reward_model, save_tiny_model
@@ -297,9 +298,11 @@ def dry_run(
 DATED = "{% for m in messages %}{{ strftime_now('%Y-%m-%d') + m['content'] }}{% endfor %}"
 
 
-def test_resumed_command_renders_rows_with_date_of_its_first_start(
-    models: Path, tmp_path: Path
+@pytest.mark.parametrize("other", ["", "seed", "row"])
+def test_resumed_request_renders_rows_with_date_of_its_first_start(
+    models: Path, tmp_path: Path, other: str
 ) -> None:
+    """The date of a different, completed request is not used."""
     source = tmp_path / "rows.jsonl"
     source.write_text('{"question": "x"}\n')
     final = tmp_path / "out.jsonl"
@@ -314,18 +317,35 @@ def test_resumed_command_renders_rows_with_date_of_its_first_start(
     rows = batch_inference.load_rows(config)
     prompts, identity = batch_inference.rendered_rows(config, tokenizer, rows, begun)
     assert prompts[0].text == "2027-01-15x"
-    journal = Journal(final, identity)
-    assert first_start_of(final) == begun
+    request = request_identity(config, rows, tokenizer)
+    journal = Journal(final, identity, request=request)
     final.touch()
     journal.finish()
-    assert first_start_of(final) != begun
+
+    if other == "seed":
+        config = parse_config(
+            ROOTS["batch_inference"], [*words, "--train.seed", "7"], command="batch_inference"
+        )
+    elif other == "row":
+        source.write_text('{"question": "x"}\n{"question": "y"}\n')
+    rows = batch_inference.load_rows(config)
+    request = request_identity(config, rows, tokenizer)
+    found = start_of_request(final, request)
+    assert (found == begun) == (not other)
+    prompts, identity = batch_inference.rendered_rows(config, tokenizer, rows, found)
+    assert (prompts[0].text == "2027-01-15x") == (not other)
+    if other:
+        Journal(final, identity, request=request)
+    else:
+        with pytest.raises(DataError):
+            Journal(final, identity, request=request)
 
 
-def test_existing_output_of_same_command_is_rejected_at_a_later_time(tmp_path: Path) -> None:
-    path = tmp_path / "out.jsonl"
-    finished(path, {"--best_of_n": 2, "first start": "2026-01-01T00:00:00"})
-    with pytest.raises(DataError, match=f"--output_path {path}"):
-        Journal(path, {"--best_of_n": 2, "first start": "2026-01-02T00:00:00"})
+def test_different_request_with_same_rendered_rows_resumes_journal(tmp_path: Path) -> None:
+    final = tmp_path / "out.jsonl"
+    Journal(final, {"--best_of_n": 2}).add(0, ["a"])
+    assert Journal(final, {"--best_of_n": 2}, request="one").results == {0: ["a"]}
+    assert Journal(final, {"--best_of_n": 2}, request="other").results == {0: ["a"]}
 
 
 def test_dry_run_prints_template_and_tokens_of_truncated_prompts(dry_run: Any) -> None:

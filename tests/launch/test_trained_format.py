@@ -20,7 +20,7 @@ from openrlhf.data.first_look import TextFormat, record, recorded
 from openrlhf.data.first_start import FirstStart
 from openrlhf.evaluation.batch_inference import load_rows as load_inference_rows
 from openrlhf.evaluation.batch_inference import read_rows as read_inference_rows
-from openrlhf.evaluation.journal import Journal, first_start_of
+from openrlhf.evaluation.journal import Journal, start_of_request
 from openrlhf.evaluation.runs import read_candidate
 from openrlhf.launch.offline import load_rows
 from openrlhf.launch.prompt_data import load_prompts, policy_tokenizer
@@ -256,9 +256,11 @@ def test_run_resumed_from_older_release_ignores_recorded_format(
 
 def test_journal_records_whether_texts_follow_recorded_format(tmp_path: Path) -> None:
     final = tmp_path / "out.jsonl"
-    assert first_start_of(final).trained_format is True
+    assert start_of_request(final, "").trained_format is True
     Journal(final, {"first start": "2026-01-01T00:00:00"})
-    assert first_start_of(final) == FirstStart(moment="2026-01-01T00:00:00", trained_format=False)
+    assert start_of_request(final, "") == FirstStart(
+        moment="2026-01-01T00:00:00", trained_format=False
+    )
     begun = FirstStart(moment="2026-01-02T00:00:00", trained_format=True)
     Journal(tmp_path / "new.jsonl", begun.entries)
-    assert first_start_of(tmp_path / "new.jsonl") == begun
+    assert start_of_request(tmp_path / "new.jsonl", "") == begun
