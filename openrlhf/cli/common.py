@@ -27,9 +27,16 @@ LAUNCHER = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE")  # set by a 
 OTHER_AUTHOR = "OpenRLHF Team"  # author of the package openrlhf on PyPI
 HELP_FLAGS = {"-h", "--help", "--help_json"}
 HUB_TIMEOUT_S = 5.0
-# If one of these variables is set, the Hub client uses a mirror, a proxy or no network.
-HUB_VARIABLES = {"HF_ENDPOINT", "HF_HUB_OFFLINE", "HTTPS_PROXY", "https_proxy"}
-OTHERS_WAIT_S = 10.0  # a launcher stops all processes when one of them fails
+# With one of these variables, the Hub client uses a mirror, a proxy or no network.
+HUB_VARIABLES = {
+    "HF_ENDPOINT",
+    "HF_HUB_OFFLINE",
+    "HTTPS_PROXY",
+    "https_proxy",
+    "ALL_PROXY",
+    "all_proxy",
+}
+OTHERS_WAIT_S = 10.0  # a launcher stops all processes when one fails
 SHARED = ("events",)  # kinds of outputs that several commands may write at the same time
 C = TypeVar("C", bound=Command)
 

@@ -74,7 +74,7 @@ class Command(Section):
         `unused` covers flags that have no effect. In a sentence, <train.seed> is replaced by the
         flag and its value: --train.seed 42.
         """
-        yield from ()
+        yield from rules.hub_notices(self)
 
     def violations(self) -> Iterator[str]:
         """Yield a sentence for each mistake in this resolved configuration, in the format of

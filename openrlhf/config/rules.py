@@ -161,15 +161,25 @@ def _model_exists(flag: Flag, path: str) -> Iterator[str]:
             f"{flag.name} {path} is an adapter: first merge it into its base model with openrlhf "
             "lora_combiner."
         )
-    owner = os.path.dirname(path)
     if _is_gone(path):
         yield f"{flag.name} {path} does not exist on this machine or is not readable by this user."
-    elif os.path.isdir(owner) and not os.path.exists(path):
-        folders = sorted(entry.name for entry in os.scandir(owner) if entry.is_dir())
-        yield (
-            f"{flag.name} {path} does not exist: {owner} has {', '.join(folders) or 'no folder'}. "
-            "To load a model of this name from the Hub, start the command in another folder."
-        )
+
+
+def hub_notices(config: Any) -> Iterator[str]:
+    """Yield a notice about each model from the Hub whose name is also that of a missing folder."""
+    for flag, value in flags_in(config):
+        if flag.holds != "model":
+            continue
+        for path in items(value):
+            owner = os.path.dirname(path)
+            is_missing = os.path.isdir(owner) and not os.path.exists(path)
+            if is_missing and not _is_gone(path) and os.access(owner, os.R_OK):
+                folders = sorted(entry.name for entry in os.scandir(owner) if entry.is_dir())
+                found = ", ".join(folders) or "no folder"
+                yield (
+                    f"{flag.name} {path} is loaded from the Hub, because the folder does not exist "
+                    f"({owner} has {found:.200})."
+                )
 
 
 def _dataset_exists(flag: Flag, path: str) -> Iterator[str]:
