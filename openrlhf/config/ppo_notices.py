@@ -67,7 +67,16 @@ def kl_notices(config: RLFlags) -> Iterator[str]:
         term = "loss"
     fitting = [name for name, traits in choices.KL_ESTIMATORS.items() if term in traits.terms]
     if kl.init_coef and kl.estimator not in fitting:
-        yield (f"<algo.kl.estimator> does not suit a KL in the {term}: use {' or '.join(fitting)}.")
+        if kl.use_loss:
+            yield (
+                "<algo.kl.estimator> has a zero expected gradient as a loss: with "
+                f"--algo.kl.use_loss, use {' or '.join(fitting)}."
+            )
+        else:
+            yield (
+                "<algo.kl.estimator> is meant for --algo.kl.use_loss: in the rewards, use "
+                f"{' or '.join(fitting)}."
+            )
     if kl.stop_update and config.samples * train.max_epochs <= train.batch_size:
         yield (
             "--algo.kl.stop_update has no effect: each batch is trained on in one optimizer step, "

@@ -392,11 +392,11 @@ def test_engines_sleep_only_if_they_share_devices() -> None:
     [
         (
             "--algo.kl.use_loss",
-            "--algo.kl.estimator k1 does not suit a KL in the loss",
+            "--algo.kl.estimator k1 has a zero expected gradient as a loss",
         ),
         (
             "--algo.kl.estimator k3",
-            "--algo.kl.estimator k3 does not suit a KL in the reward",
+            "--algo.kl.estimator k3 is meant for --algo.kl.use_loss",
         ),
         ("--algo.kl.use_loss --algo.kl.estimator k2", ""),
         (
