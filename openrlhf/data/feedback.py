@@ -26,7 +26,6 @@ from openrlhf.reporting import notice
 
 # Config sections that set the columns, the templates and `max_len` for pairs.
 PairSection = PreferenceDataConfig | KTODataConfig | EvaluatedDataConfig
-ANSWER_KEYS = ("chosen_key", "rejected_key")
 SAME_TEXT = "whose chosen and rejected text are the same"
 
 
@@ -115,7 +114,7 @@ class PreferenceDataset(TokenizedRows[PairRow]):
     """
 
     row: ClassVar = PairRow
-    keys = ("prompt_key", *ANSWER_KEYS)
+    keys = ("prompt_key", "chosen_key", "rejected_key")
     what: ClassVar = "pair"
 
     def __init__(
@@ -134,6 +133,11 @@ class PreferenceDataset(TokenizedRows[PairRow]):
                 "The texts do not share a prompt, so their answers begin at the second token. If a "
                 "column contains the prompts, pass it as --data.prompt_key."
             )
+
+    @property
+    def answer_columns(self) -> dict[str, str]:
+        """The columns of both answers, by the names of their flags."""
+        return {"chosen_key": self.data.chosen_key, "rejected_key": self.data.rejected_key}
 
     def contents(self) -> Iterator[bytes]:
         """Yield all pairs as bytes for hashing.
@@ -166,8 +170,8 @@ class PreferenceDataset(TokenizedRows[PairRow]):
         if self.data.prompt_key:
             prompt = fill_template(self.data.input_template, text_of(row, self.data.prompt_key))
         texts: list[str] = []
-        for key in ANSWER_KEYS:
-            texts.append(prompt + text_of(row, getattr(self.data, key)))
+        for column in self.answer_columns.values():
+            texts.append(prompt + text_of(row, column))
         transcripts = list(map(transcript_turns, texts))
         judged: list[list[int]] = [[], []]
         if self.needs_prompt and all(transcripts):
@@ -193,8 +197,7 @@ class PreferenceDataset(TokenizedRows[PairRow]):
         if self.data.prompt_key:
             prompt = messages_of(row, self.data.prompt_key, role="user", flag="--data.prompt_key")
         sides: list[list[Message]] = []
-        for key in ANSWER_KEYS:
-            column = getattr(self.data, key)
+        for key, column in self.answer_columns.items():
             answer = messages_of(row, column, role="assistant", flag=f"--data.{key}")
             if not prompt and isinstance(row[column], str) and len(answer) == 1:
                 problem = (
@@ -207,7 +210,8 @@ class PreferenceDataset(TokenizedRows[PairRow]):
         if self.needs_prompt:
             turns = _judged_turns(sides, len(prompt))
         passages: list[Passage] = []
-        for key, messages, judged in zip(ANSWER_KEYS, sides, turns, strict=True):
+        columns = self.answer_columns.values()
+        for column, messages, judged in zip(columns, sides, turns, strict=True):
             try:
                 lost = lost_tools(self.tokenizer, messages, tools)
                 if len(messages) - 1 in lost.turns:
@@ -215,7 +219,7 @@ class PreferenceDataset(TokenizedRows[PairRow]):
                 learned = [turn for turn in judged if turn not in lost.turns]
                 side = self._rendered(prompt, messages, learned, tools)
             except ValueError as error:
-                raise row_error(row, getattr(self.data, key), f"{error}.") from error
+                raise row_error(row, column, f"{error}.") from error
             passages.append(replace(side, empty=len(judged) - len(learned), lost=lost.first))
         return passages
 

@@ -4,6 +4,7 @@ A forward pass with a single sample leaves most of a device idle.
 """
 
 from openrlhf.checks import Finding
+from openrlhf.config.flags import value_at
 from openrlhf.config.learning import RLTrainConfig
 from openrlhf.config.ppo import PPOConfig
 from openrlhf.launch.settings import needs_old_logprobs
@@ -25,15 +26,14 @@ def check_pass_sizes(config: PPOConfig, longest_prompt: int, *, on_gpus: bool) -
         pass_tokens = GPU_TOKENS
     max_len = config.data.max_len
     sample_tokens = min(max_len, longest_prompt + (config.rollout.max_new_tokens or max_len))
-    sections = {"train": config.train.batch_size}
+    batches = {"train.micro_batch_size": config.train.batch_size}
     if scores_samples(config):
-        sections["rollout"] = config.samples
+        batches["rollout.micro_batch_size"] = config.samples
     single: list[str] = []
-    for section, samples in sections.items():
-        flag = f"{section}.micro_batch_size"
+    for path, samples in batches.items():
         most = min(pass_tokens // sample_tokens, samples // config.data_slices)
-        if flag not in config.given and most > 1:
-            single.append(f"--{flag} 1")
+        if path not in config.given and value_at(config, path) == 1 and most > 1:
+            single.append(f"--{path} 1")
     if not single:
         return []
     seen = (

@@ -93,16 +93,16 @@ READERS = {
     "train_ppo_ray": "launch.start launch.reinforcement launch.run launch.prompt_data "
     "launch.processes launch.agents agents.play trainers.ppo trainers.evaluation "
     "trainers.checkpointing trainers.exporting trainers.model_update trainers.experience_maker "
-    "rewards.rule rewards.function observability.recorder observability.trackers data.rows "
-    "data.prompts data.first_look trainers.sources trainers.async_source trainers.stages "
-    "models.adapters workers.base workers.policy workers.critic workers.frozen "
-    "checkpoints.manager rollout.fleet cluster.placement",
+    "rewards.rule rewards.function rewards.preview observability.recorder "
+    "observability.trackers data.rows data.prompts data.first_look trainers.sources "
+    "trainers.async_source trainers.stages models.adapters workers.base workers.policy "
+    "workers.critic workers.frozen checkpoints.manager rollout.fleet cluster.placement",
     "serve_rm": "serving.server serving.scorer models.loading",
     "eval": "evaluation.runs evaluation.processes trainers.reward trainers.sources trainers.stages "
     "workers.frozen launch.prompt_data launch.processes launch.agents agents.play "
-    "rewards.rule rewards.function rewards.judge observability.recorder observability.trackers "
-    "data.rows data.prompts data.feedback rollout.fleet cluster.placement",
-    "reward_test": "evaluation.reward_test rewards.rule rewards.function",
+    "rewards.rule rewards.function rewards.preview rewards.judge observability.recorder "
+    "observability.trackers data.rows data.prompts data.feedback rollout.fleet cluster.placement",
+    "reward_test": "evaluation.reward_test rewards.rule rewards.function rewards.preview",
     "batch_inference": "evaluation.batch_inference launch.identity evaluation.runs "
     "evaluation.processes evaluation.post_processing launch.prompt_data "
     "launch.processes observability.recorder observability.trackers data.prompts data.sft "

@@ -306,6 +306,8 @@ WIN_RATE = "--task win_rate"
 WHOLE_LINES: list[tuple[str, str, str]] = [
     ("eval", "", "The samples have no reward: set --reward.remote_url"),
     ("eval", "", "--model.model_name_or_path is required"),
+    ("eval", "--model.model_name_or_path tests/none",
+     "--model.model_name_or_path tests/none is loaded from the Hub"),
     ("eval", "--judge.url localhost", "--judge.url localhost is not an http(s) URL"),
     ("eval", "--ds.param_dtype fp16", "--ds.param_dtype fp16 is not supported by engines"),
     ("eval", "--task rm_accuracy",

@@ -7,6 +7,8 @@ import shlex
 
 import pytest
 
+from openrlhf.config.local_ppo import LocalPPOConfig
+from openrlhf.config.options import parse_config
 from openrlhf.config.ppo import PPOConfig
 from openrlhf.launch.pass_sizes import CPU_TOKENS, GPU_TOKENS, check_pass_sizes
 from tests.config.commands import parse, ppo, violations
@@ -40,6 +42,12 @@ def test_notice_names_single_sample_flags_and_tokens_per_pass(on_gpus: bool, tok
     assert advice in text and "at most 128 tokens" in text
     assert violations("train_ppo_ray", f"{GRPO} {advice}") == []
     assert notice(ppo(f"{GRPO} {advice}"), on_gpus=on_gpus) == ""
+
+
+def test_notice_omits_sizes_above_one_that_are_defaults() -> None:
+    words = f"--pretrain m --data.prompt_dataset d --reward.verifier math {GRPO}".split()
+    config = parse_config(LocalPPOConfig, words, command="train_ppo")
+    assert config.train.micro_batch_size > 1 and notice(config) == ""
 
 
 def test_notice_omits_flags_set_by_the_user() -> None:
