@@ -31,6 +31,7 @@ from openrlhf.data.errors import DataError, kind
 
 # Version of the rows that these readers produce. Cached rows from other versions are not used.
 VERSION = "1"
+BATCH_ROWS = 1000  # rows are converted to Arrow in batches, which is much faster
 NOT_UTF8 = "is not UTF-8 text. Save the file as UTF-8 (Excel calls this format CSV UTF-8)"
 SEPARATORS = (",", ";", "\t")
 MAX_CELL_CHARACTERS = 2**31 - 1
@@ -132,7 +133,7 @@ class TextFile(NamedTuple):
     name: str
 
 
-class _TextFiles(datasets.GeneratorBasedBuilder, ABC):
+class _TextFiles(datasets.ArrowBasedBuilder, ABC):
     """Base class of the readers, which use the library's splits and cache."""
 
     def _info(self) -> datasets.DatasetInfo:
@@ -164,12 +165,21 @@ class _TextFiles(datasets.GeneratorBasedBuilder, ABC):
         for file in files:
             yield file.name
 
-    def _generate_examples(  # pyright: ignore[reportIncompatibleMethodOverride]
+    def _generate_tables(  # pyright: ignore[reportIncompatibleMethodOverride]
         self, files: list[TextFile]
-    ) -> Iterator[tuple[Key, Row]]:
+    ) -> Iterator[tuple[Key, pa.Table]]:
+        features: Any = self.info.features
+        yield Key(0, 0), _table([], features)  # keeps the columns of a file without rows
         for shard, file in enumerate(files):
-            for number, row in enumerate(self._rows(file)):
-                yield Key(shard, number), row
+            batch: list[Row] = []
+            number = 1
+            for row in self._rows(file):
+                batch.append(row)
+                if len(batch) == BATCH_ROWS:
+                    yield Key(shard, number), _table(batch, features)
+                    batch = []
+                    number += 1
+            yield Key(shard, number), _table(batch, features)
 
     def _features(self, files: list[TextFile]) -> Features:
         """Return the column types over all files."""
@@ -190,6 +200,17 @@ class _TextFiles(datasets.GeneratorBasedBuilder, ABC):
     @abstractmethod
     def _read(self, file: IO[bytes], name: str) -> Rows:
         """Yield the rows of an open file."""
+
+
+def _table(rows: list[Row], features: Features) -> pa.Table:
+    """Convert rows to a table with the columns in `features`."""
+    columns: dict[str, list[Any]] = {}
+    for column, feature in features.items():
+        values = [row.get(column) for row in rows]
+        if isinstance(feature, AsWritten):
+            values = [feature.encode_example(value) for value in values]
+        columns[column] = values
+    return pa.Table.from_pydict(columns, schema=features.arrow_schema)
 
 
 # ---- CSV
