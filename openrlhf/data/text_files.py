@@ -403,7 +403,9 @@ def _object_of(pairs: list[tuple[str, Any]]) -> Row:
     """Build a JSON object from its pairs. Raises ValueError for a duplicate key."""
     made = dict(pairs)
     if len(made) < len(pairs):
-        raise ValueError(f"an object has a key twice: {[key for key, _ in pairs]}")
+        keys = [key for key, _ in pairs]
+        repeated = next(key for key in keys if keys.count(key) > 1)
+        raise ValueError(f"an object has a key twice: {repeated!r}")
     return made
 
 

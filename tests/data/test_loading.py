@@ -303,7 +303,7 @@ def test_saved_dataset_without_rows_raises_error(tmp_path: Path) -> None:
             '{"a": 1}\n' * 5000 + '{"a": 2\n' + '{"a": 1}\n' * 5000,
             r"x\.jsonl, line 5001: .*JSON",
         ),
-        ("x.jsonl", '{"a": 1}\n\n{"a": 1, "a": 2}\n', r"x\.jsonl, line 3: .*twice: .*'a'"),
+        ("x.jsonl", '{"a": 1}\n\n{"b": 1, "a": 1, "a": 2}\n', r"x\.jsonl, line 3: .*twice: 'a'"),
         ("x.jsonl", '{"a": "\\ud83d"}\n', r"x\.jsonl, line 1: "),
         ("x.jsonl", "\n1\n2\n", r"x\.jsonl, line 2: .*a number"),
         ("x.json", '[{"a": 1},\n{"a": 2]', r"x\.json, line 2: .*JSON"),
