@@ -221,7 +221,7 @@ def rollout_violations(config: RLFlags) -> Iterator[str]:
 
 
 def batch_violations(config: RLFlags) -> Iterator[str]:
-    """Yield violations in batch sizes and dataset probabilities."""
+    """Yield the violations of batch sizes and dataset probabilities."""
     train, rollout, samples = config.train, config.rollout, config.samples
     yield from probability_violations(config, "data.prompt_dataset", "data.prompt_probs")
     if rollout.only:

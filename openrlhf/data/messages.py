@@ -174,7 +174,7 @@ def tools_of(row: Mapping[str, Any]) -> list[dict[str, Any]]:
 
 
 def learned_turns(messages: Sequence[Message], *, chosen: bool) -> list[int]:
-    """Return the numbers of the assistant turns to train on.
+    """Return the indices of the assistant turns to train on.
 
     With `chosen`, turns whose `loss` or `weight` field is false or 0 are excluded. Raises
     ValueError if one of these fields is present without `chosen`, has an invalid value, or includes

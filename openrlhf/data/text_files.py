@@ -274,7 +274,7 @@ def csv_records(file: IO[bytes], name: str, separator: str) -> Iterator[tuple[in
     except csv.Error as error:
         raise DataError(
             f"{name}, line {line}: unmatched quotes in this row ({error}). Put double quotes "
-            'around texts that contain a double quote, and double them: "He said ""yes""".'
+            'around fields that contain a double quote, and double them: "He said ""yes""".'
         ) from error
 
 

@@ -1,4 +1,4 @@
-"""Import of user files and functions, their signatures, and conversion of their results."""
+"""Imports user files and functions, inspects their signatures and converts their results."""
 
 import importlib
 import importlib.util

@@ -54,7 +54,7 @@ class LoadSpec:
     """The settings for loading one model, built from the flags."""
 
     path: str
-    ds: LoadingConfig  # resolved settings, with the attention in effect
+    ds: LoadingConfig  # resolved settings, including the attention implementation that is used
     max_len: int | None = None  # tokens in the run's longest sequence
     gradient_checkpointing: bool = False
     reentrant: bool = False

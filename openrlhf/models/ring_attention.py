@@ -144,7 +144,7 @@ def _rectangle(queries: slice, keys: slice, window: int | None) -> Iterator[Bloc
         yield Block(queries, keys, causal=False)
         return
     # Every remaining query sees the last key, and the first query sees every key. This is required
-    # because kernels return no log-sum-exp for a query that sees nothing.
+    # because kernels return no log-sum-exp for a query that attends to nothing.
     queries = slice(queries.start, min(queries.stop, keys.stop - 1 + window))
     keys = slice(max(keys.start, queries.start - window + 1), keys.stop)
     if queries.start >= queries.stop or keys.start >= keys.stop:

@@ -237,9 +237,12 @@ def read_settings(config: str) -> list[str]:
 def read_flags(config: str) -> dict[str, Any]:
     """Return the values of a YAML configuration by flag; empty if it is not valid."""
     try:
-        return _flatten(yaml.safe_load(config), "")
+        tree = yaml.safe_load(config)
     except yaml.YAMLError:
         return {}
+    if not isinstance(tree, dict):  # such as an empty file
+        return {}
+    return _flatten(tree, "")
 
 
 def _flatten(tree: Any, prefix: str) -> dict[str, Any]:

@@ -68,7 +68,7 @@ def trainable(trajectories: Sequence[Trajectory], *, needs_groups: bool) -> list
 
 @dataclass(eq=False, repr=False)
 class ExperienceMaker:
-    """Adds the columns that models compute to a batch, and assigns credit to its tokens.
+    """Adds model-computed columns to a batch and assigns credit to its tokens.
 
     `stages` compute what the update needs. They leave out model rewards if the episodes' source has
     already added them. `kl` holds the KL coefficient, which is fixed or adapts to a target.

@@ -1,7 +1,7 @@
 """Tensor parallelism: the weights of linear layers split over ranks, by DeepSpeed's AutoTP.
 
 Transformers' tensor-parallel plan for an architecture lists the layers to split by rows and by
-columns. Output heads, embeddings and experts stay whole.
+columns. Output heads, embeddings and experts are not split.
 """
 
 from collections import defaultdict

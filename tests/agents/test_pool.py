@@ -24,7 +24,7 @@ from openrlhf.rollout.sampling import Generation, SamplingParams
 from tests.tiny import character_tokenizer
 
 FILE = Path(__file__).parent / "agent_files/stubborn.py"
-PATIENCE_S = 120.0  # longer than generating a sample takes on a busy machine
+PATIENCE_S = 120.0  # longer than it takes to generate a sample on a busy machine
 SPEC = SamplingSpec(purpose="train", rollout=RolloutConfig(), max_len=64, seed=None)
 
 

@@ -73,7 +73,7 @@ def test_watch_reports_only_the_first_of_two_deaths(server: Server) -> None:
     assert losses.empty()
 
 
-def test_watch_ignores_a_process_that_restarts_within_its_patience(server: Server) -> None:
+def test_watch_ignores_a_process_that_restarts_within_the_grace_period(server: Server) -> None:
     port, losses = free_port(), Queue[LostRay]()
     first = server(port)
     watch = RayWatch(

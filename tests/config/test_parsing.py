@@ -233,7 +233,7 @@ def test_error_names_missing_required_flags() -> None:
 
 
 @pytest.mark.parametrize("command", SMALLEST)
-def test_smallest_command_lines_are_valid(command: str) -> None:
+def test_minimal_command_lines_are_valid(command: str) -> None:
     assert parse(command).check() == []
 
 

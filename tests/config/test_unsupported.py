@@ -107,7 +107,7 @@ def test_available_features_are_not_refused(command: str, line: str) -> None:
     assert violations(command, line) == []
 
 
-def test_reward_function_is_not_refused(tmp_path: Path) -> None:
+def test_reward_function_is_accepted(tmp_path: Path) -> None:
     file = tmp_path / "reward.py"
     file.write_text("")
     assert violations("train_ppo_ray", f"--reward.remote_url {file} --reward.batch") == []

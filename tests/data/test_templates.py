@@ -234,7 +234,7 @@ def test_conversation_may_begin_with_an_assistant_turn() -> None:
     ]
 
 
-def test_last_answer_changed_by_the_template_raises_error_with_a_fix() -> None:
+def test_template_that_changes_the_last_answer_raises_error_with_a_fix() -> None:
     drops_all = FORGETFUL_CHAT.replace("loop.last", "false")
     drops_all = drops_all.replace("<|assistant|>{% endif", "<|assistant|><think>{% endif")
     with pytest.raises(ValueError, match=r"\{% generation %\}.*--data\.tokenizer_chat_template"):

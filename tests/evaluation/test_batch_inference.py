@@ -395,7 +395,7 @@ CHAT: list[dict[str, str]] = [
 
 
 @pytest.mark.parametrize("flag", ["", "--data.output_key="])
-def test_last_turn_of_chat_is_answer_without_answer_column(dry_run: Any, flag: str) -> None:
+def test_last_chat_turn_is_the_answer_if_there_is_no_answer_column(dry_run: Any, flag: str) -> None:
     """The command comes from the published conditional fine-tuning script."""
     rows = [{"chosen": [*CHAT, {"role": "assistant", "content": "4"}], "rejected": [*CHAT]}]
     printed, noted = dry_run(

@@ -313,7 +313,7 @@ def test_call_cannot_start_more_processes_than_the_limit():
 
 
 @pytest.mark.skipif(os.geteuid() != 0, reason="only root can change to another user")
-def test_user_process_of_root_has_another_uid_but_roots_file_access(tmp_path: Path):
+def test_user_process_started_by_root_has_another_uid_but_keeps_roots_file_access(tmp_path: Path):
     secret = tmp_path / "secret"
     secret.write_text("root's")
     secret.chmod(0o600)

@@ -369,7 +369,7 @@ def test_methods_in_compare_example_train_on_the_same_number_of_answers(settings
 
 TURNS = [{"role": "user", "content": "q"}, {"role": "assistant", "content": "ok"}]
 HH = "\n\nHuman: q\n\nAssistant: {}"
-# A row of each public preference dataset, in the format that its dataset card describes.
+# One row from each public preference dataset, in the format described on its dataset card.
 PAIRS_OF_THE_HUB = {
     "OpenRLHF/preference_dataset_mixture2_and_safe_pku": {
         "chosen": TURNS,

@@ -192,7 +192,7 @@ def test_nonfinite_torch_weights_are_rejected_by_name(
     assert NUMBERS[change] in str(refused.value) and "pytorch_model.bin" in str(refused.value)
 
 
-def test_nonfinite_weights_of_a_hub_model_are_rejected_with_the_file_in_the_cache(
+def test_error_for_nonfinite_weights_of_a_hub_model_names_the_cached_file(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     folder = rewrite(save_tiny_model(tmp_path / "cache"), with_nan)

@@ -71,7 +71,7 @@ def test_unusual_characters_do_not_split_the_line_of_an_episode(tmp_path: Path, 
     assert gzip.decompress(folder.file("step", 7).read_bytes()).count(b"\n") == 3
 
 
-def test_label_that_json_cannot_express_is_written_as_text(tmp_path: Path) -> None:
+def test_label_that_is_not_json_serializable_is_written_as_text(tmp_path: Path) -> None:
     one = episode(score=1.0)
     odd = replace(one, prompt=replace(one.prompt, label={"key": b"bytes"}))
     [read] = written(tmp_path, odd).read("step", 7)

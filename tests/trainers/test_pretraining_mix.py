@@ -1,4 +1,4 @@
-"""Tests of the selection of pretraining text for each optimizer step."""
+"""Tests for selecting the pretraining text of each optimizer step."""
 
 from __future__ import annotations
 
