@@ -43,7 +43,7 @@ def test_model_made_from_csv_file_has_tokens_for_every_text(model: Path) -> None
 @pytest.mark.parametrize(
     ("verb", "flags", "said"),
     [
-        ("chat", [], f"with the template {SPACED[:-1]!r}."),
+        ("chat", [], f"the template {SPACED[:-1]!r}."),
         (
             "batch_inference",
             [

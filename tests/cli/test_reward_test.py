@@ -287,7 +287,7 @@ def test_batch_mode_scores_adjacent_rows_with_same_prompt_in_one_call(
             "--reward.verifier math --data.output_key said",
             "--reward.verifier math checks responses against labels",
         ),
-        ("--reward.remote_url gone.py --data.label_key output", "gone.py does not exist"),
+        ("--reward.remote_url gone.py --data.label_key output", "--reward.remote_url gone.py"),
         (
             "--reward.verifier math --reward.remote_url http://h --data.label_key output",
             "leave out one of them",

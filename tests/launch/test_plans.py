@@ -96,6 +96,6 @@ def test_error_for_too_small_cluster_states_number_of_gpus() -> None:
     with pytest.raises(PlacementError, match=r"64 GPUs .*56 \(7 x 8\)"):
         planned(SEPARATE, "7x8")
     with pytest.raises(
-        ConfigError, match=r"--vllm\.num_engines 8 .*--vllm\.tensor_parallel_size 2 .*16"
+        ConfigError, match=r"--vllm\.num_engines 8 with 2 device.*--actor\.num_gpus_per_node 8"
     ):
         planned(HYBRID.replace("--vllm_num_engines 4", "--vllm_num_engines 8"), "2x8")

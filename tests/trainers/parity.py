@@ -84,7 +84,6 @@ class Errors:
     weights: float  # error after the last step
 
 
-@OPTIMIZERS.register("sgd")
 def sgd(groups: list[dict[str, Any]], settings: OptimizerConfig) -> torch.optim.Optimizer:
     """Return a plain gradient-descent optimizer."""
     return torch.optim.SGD(groups, lr=settings.adam.lr)
@@ -231,6 +230,7 @@ def rank_main(rank: int, ranks: int, port: int, cases: list[Case], folder: Path,
         "MASTER_ADDR": "127.0.0.1",
         "MASTER_PORT": str(port),
     }
+    OPTIMIZERS.register("sgd")(sgd)
     results: dict[Case, dict[str, Any] | str] = {}
     for case in cases:
         try:
