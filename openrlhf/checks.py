@@ -50,11 +50,13 @@ def report(*findings: Finding) -> None:
     If the only failure is an exception raised by a check, re-raises it instead.
     """
     failures: list[Finding] = []
-    for finding in findings:
+    # Two checks may find the same, such as those of the training and the evaluation set.
+    distinct = {str(finding): finding for finding in findings}
+    for text, finding in distinct.items():
         if finding.fails:
             failures.append(finding)
         else:
-            notice(str(finding))
+            notice(text)
     if len(failures) == 1 and failures[0].error:
         raise failures[0].error
     violations: list[str] = []

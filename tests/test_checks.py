@@ -56,3 +56,12 @@ def test_violations_of_a_config_error_are_listed_with_other_failures() -> None:
     with pytest.raises(CheckError) as caught:
         report(*found)
     assert caught.value.violations == ["a", "b", "c"]
+
+
+def test_same_failure_of_two_checks_is_reported_once() -> None:
+    def failing() -> list[Finding]:
+        raise UserError("the token is unknown")
+
+    with pytest.raises(UserError) as caught:
+        report(*collect(failing, failing))
+    assert str(caught.value) == "the token is unknown"

@@ -385,7 +385,11 @@ def test_served_teacher_trains_the_same_student_as_a_local_teacher(
             r"--ref\.precompute.*no effect",
         ),
         ("kto", {"data.label_key": "good"}, r"no column 'good', which --data\.label_key names"),
-        ("prm", {"prm.placeholder_token": "ab"}, r"--prm\.placeholder_token 'ab' is 2 tokens"),
+        (
+            "prm",
+            {"prm.placeholder_token": "ab"},
+            r"--prm\.placeholder_token 'ab' is encoded as 2 tokens",
+        ),
         (
             "prm",
             {"prm.reward_tokens": ["+", "*"]},
