@@ -7,9 +7,7 @@ memory exceeds its memory before the step, and the duration in seconds.
 
 import argparse
 import multiprocessing
-import os
 import resource
-import socket
 import time
 from multiprocessing.connection import Connection
 from typing import NamedTuple
@@ -25,6 +23,7 @@ from openrlhf.models.policy import PolicyModel
 from openrlhf.training.engine import TrainEngine
 from openrlhf.training.layout import RankLayout
 from openrlhf.training.strategy import Strategy
+from tests.ranks import fork_ranks
 
 VOCABULARY = 2048
 MIB = 2**20
@@ -60,16 +59,8 @@ def resident_peak() -> float:
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024 / MIB
 
 
-def train(rank: int, ranks: int, port: int, tokens: int, results: Connection) -> None:
-    """Take one step as one rank. Rank 0 sends its result to the parent process."""
-    os.environ |= {
-        "RANK": str(rank),
-        "WORLD_SIZE": str(ranks),
-        "LOCAL_RANK": str(rank),
-        "LOCAL_WORLD_SIZE": str(ranks),
-        "MASTER_ADDR": "127.0.0.1",
-        "MASTER_PORT": str(port),
-    }
+def train(ranks: int, tokens: int, results: Connection) -> None:
+    """Take one step as one rank. Rank 0 sends its result."""
     ds = DeepSpeedConfig(
         zero_stage=2, param_dtype="fp32", packing_samples=True, ring_attn_size=ranks
     )
@@ -94,11 +85,10 @@ def train(rank: int, ranks: int, port: int, tokens: int, results: Connection) ->
         counts=lambda micro: {"tokens": float(micro.loss_mask.sum())},
         loss=loss,  # pyright: ignore[reportArgumentType]
     )
-    if rank == 0:
+    if strategy.is_main:
         results.send(
             Step(losses[0], result.grad_norm, resident_peak() - before, time.monotonic() - start)
         )
-    os._exit(0)
 
 
 def main() -> None:
@@ -108,21 +98,11 @@ def main() -> None:
     parser.add_argument("--ranks", type=int, nargs="+", default=[1, 2, 4])
     options = parser.parse_args()
     torch.set_num_threads(1)
-    forked = multiprocessing.get_context("fork")
     print("ranks | loss | gradient norm | peak memory of a rank (MiB) | seconds")
     for ranks in options.ranks:
-        with socket.socket() as probe:
-            probe.bind(("127.0.0.1", 0))
-            port = probe.getsockname()[1]
-        receiving, sending = forked.Pipe(duplex=False)
-        processes = []
-        for rank in range(ranks):
-            arguments = (rank, ranks, port, options.tokens, sending)
-            processes.append(forked.Process(target=train, args=arguments))
-            processes[-1].start()
+        receiving, sending = multiprocessing.Pipe(duplex=False)
+        fork_ranks(ranks, train, ranks, options.tokens, sending)
         step: Step = receiving.recv()
-        for process in processes:
-            process.join()
         print(
             f"{ranks} | {step.loss:.6f} | {step.grad_norm:.6f} | {step.peak_mib:.0f} | "
             f"{step.seconds:.1f}"

@@ -9,8 +9,6 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
-import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 from transformers import PretrainedConfig
 
@@ -112,11 +110,6 @@ def adapters_visible() -> Iterator[None]:
 # ---- split parameters
 
 
-def is_split(parameter: Any) -> bool:
-    """Return whether tensor parallelism leaves each rank with only a part of the weight."""
-    return _split(parameter) is not None
-
-
 def split_shape(parameter: Tensor, shape: tuple[int, ...]) -> tuple[int, ...]:
     """Return the shape of the whole weight, given the shape of this rank's part."""
     split = _split(parameter)
@@ -130,18 +123,8 @@ def joined(parameter: Any, part: Tensor) -> Tensor:
     split = _split(parameter)
     if split is None:
         return part
-    sizes: tuple[int, ...] = split["partition_sizes"]
-    dim: int = split["partition_dim"]
-    group: Any = parameter.gather_params.__self__.mp_group
-    largest = max(sizes)
-    padded = part
-    if part.shape[dim] < largest:
-        padded = part.new_zeros(*_with_size(part.shape, dim, largest))
-        padded.narrow(dim, 0, part.shape[dim]).copy_(part)
-    parts = [torch.empty_like(padded.contiguous()) for _ in sizes]
-    dist.all_gather(parts, padded.contiguous(), group=group)
-    cut = [whole.narrow(dim, 0, size) for whole, size in zip(parts, sizes, strict=True)]
-    return torch.cat(cut, dim)
+    layer: Any = parameter.gather_params.__self__
+    return layer._all_gather_shards(part, split["partition_sizes"], split["partition_dim"])
 
 
 def part_of(parameter: Any, whole: Tensor) -> Tensor:
@@ -151,12 +134,6 @@ def part_of(parameter: Any, whole: Tensor) -> Tensor:
         return whole
     layer: Any = parameter.gather_params.__self__
     return whole.split(list(split["partition_sizes"]), split["partition_dim"])[layer.tp_index]
-
-
-def _with_size(shape: torch.Size, dim: int, size: int) -> list[int]:
-    changed = list(shape)
-    changed[dim] = size
-    return changed
 
 
 def _split(parameter: Any) -> dict[str, Any] | None:

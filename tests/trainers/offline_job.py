@@ -36,7 +36,7 @@ from openrlhf.trainers.process_reward import ProcessRewardTask
 from openrlhf.trainers.reward import RewardTask
 from openrlhf.trainers.sft import SFTTask
 from openrlhf.trainers.tasks import OfflineTask
-from openrlhf.training.engine import TrainEngine
+from openrlhf.training.engine import StepResult, TrainEngine
 from openrlhf.training.gathered import full_parameters
 from openrlhf.training.layout import RankLayout
 from openrlhf.training.strategy import Strategy
@@ -161,6 +161,32 @@ def rows_of(name: str, step: int) -> list[Any]:
     return {"kto": answers, "kd": responses, "sft": responses}.get(kind, pairs)(step)
 
 
+def take_step(
+    strategy: Strategy,
+    engine: TrainEngine,
+    task: OfflineTask[Any, Any, Any],
+    rows: list[Any],
+    limits: MicroBatchLimits,
+) -> StepResult:
+    """Take an optimizer step over this rank's part of the rows. Collective."""
+    mine = task.of_window(rows[strategy.dp_rank :: strategy.dp_size], strategy)
+    return engine.optimize(
+        task.micro_batches(task.collate(mine), limits),
+        counts=task.counts,
+        loss=lambda micro, totals: task.loss(engine, micro, totals),
+        before=lambda micro: task.before(engine, micro),
+    )
+
+
+def weights_of(engine: TrainEngine) -> dict[str, torch.Tensor]:
+    """Return copies of the plain model's weights in float32. Collective."""
+    weights: dict[str, torch.Tensor] = {}
+    for bucket in full_parameters(engine, 1 << 16):
+        for name, tensor in bucket:
+            weights[name] = tensor.float().clone()
+    return weights
+
+
 def train(
     strategy: Strategy, name: str, task: OfflineTask[Any, Any, Any], limits: MicroBatchLimits
 ) -> dict[str, Any]:
@@ -168,20 +194,10 @@ def train(
     engine: TrainEngine = load_models(task, strategy, STEPS, CheckpointManager(task.config.ckpt))
     norms, logged = [], []
     for step in range(STEPS):
-        rows = rows_of(name, step)
-        mine = task.of_window(rows[strategy.dp_rank :: strategy.dp_size], strategy)
-        result = engine.optimize(
-            task.micro_batches(task.collate(mine), limits),
-            counts=task.counts,
-            loss=lambda micro, totals: task.loss(engine, micro, totals),
-            before=lambda micro: task.before(engine, micro),
-        )
+        result = take_step(strategy, engine, task, rows_of(name, step), limits)
         norms.append(result.grad_norm)
         logged.append(values(merge_all(strategy.gather(result.metrics))))
-    weights = {
-        n: t.float().clone() for bucket in full_parameters(engine, 1 << 16) for n, t in bucket
-    }
-    return {"norms": norms, "metrics": logged, "weights": weights}
+    return {"norms": norms, "metrics": logged, "weights": weights_of(engine)}
 
 
 def main() -> None:

@@ -6,9 +6,7 @@ that has imported the libraries.
 
 from __future__ import annotations
 
-import multiprocessing
 import os
-import socket
 import sys
 import traceback
 from collections.abc import Iterable
@@ -23,13 +21,13 @@ from openrlhf.config.flags import amend
 from openrlhf.config.shared import DeepSpeedConfig, LoraConfig, OptimizerConfig
 from openrlhf.launch.offline import load_models
 from openrlhf.observability.metrics import merge_all, values
-from openrlhf.training.gathered import full_parameters
 from openrlhf.training.layout import RankLayout
 from openrlhf.training.optimizers import OPTIMIZERS
 from openrlhf.training.strategy import Strategy
 from openrlhf.workers.base import MicroBatchLimits
+from tests.ranks import fork_ranks
 from tests.tiny import save_tiny_model
-from tests.trainers.offline_job import rows_of, task_of
+from tests.trainers.offline_job import rows_of, take_step, task_of, weights_of
 
 STEPS = 3
 LORA = LoraConfig(rank=4, alpha=8)
@@ -124,29 +122,13 @@ def run(case: Case, folder: Path) -> dict[str, Any]:
     limits = MicroBatchLimits(size=3, packed=case.packed)
     found: dict[str, Any] = {"losses": [], "norms": [], "weights": [weights_of(engine)]}
     for step in range(STEPS):
-        rows = rows_of(case.task, step)
-        mine = task.of_window(rows[strategy.dp_rank :: strategy.dp_size], strategy)
-        result = engine.optimize(
-            task.micro_batches(task.collate(mine), limits),
-            counts=task.counts,
-            loss=lambda micro, totals: task.loss(engine, micro, totals),
-            before=lambda micro: task.before(engine, micro),
-        )
+        result = take_step(strategy, engine, task, rows_of(case.task, step), limits)
         logged = values(merge_all(strategy.gather(result.metrics)))
         losses = [value for name, value in logged.items() if name.endswith("loss")]
         found["losses"].append(losses)
         found["norms"].append(result.grad_norm)
         found["weights"].append(weights_of(engine))
     return found
-
-
-def weights_of(engine: Any) -> dict[str, torch.Tensor]:
-    """Return the plain model's unsharded weights. This is a collective operation."""
-    weights: dict[str, torch.Tensor] = {}
-    for bucket in full_parameters(engine, 1 << 20):
-        for name, tensor in bucket:
-            weights[name] = tensor.float().clone()
-    return weights
 
 
 def errors_of(found: dict[str, Any], expected: dict[str, Any]) -> Errors:
@@ -202,34 +184,18 @@ def run_all(cases: Iterable[Case], folder: Path) -> dict[Case, dict[str, Any] | 
 
 def run_world(ranks: int, cases: list[Case], folder: Path) -> dict[Case, dict[str, Any] | str]:
     """Fork the ranks, and let them run the cases one after another."""
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
-    out = folder / f"results-{port}.pt"
-    forked = multiprocessing.get_context("fork")
-    processes = []
-    for rank in range(ranks):
-        process = forked.Process(target=rank_main, args=(rank, ranks, port, cases, folder, out))
-        process.start()
-        processes.append(process)
-    for process in processes:
-        process.join()
+    out = folder / "results.pt"
+    out.unlink(missing_ok=True)
+    fork_ranks(ranks, run_cases, cases, folder, out)
     results: dict[Case, dict[str, Any] | str] = dict.fromkeys(cases, "the processes died")
     if out.exists():
         results |= torch.load(out, weights_only=False)
     return results
 
 
-def rank_main(rank: int, ranks: int, port: int, cases: list[Case], folder: Path, out: Path) -> None:
-    """Run the cases as one rank. A case that fails on all ranks does not stop the other cases."""
-    os.environ |= {
-        "RANK": str(rank),
-        "WORLD_SIZE": str(ranks),
-        "LOCAL_RANK": str(rank),
-        "LOCAL_WORLD_SIZE": str(ranks),
-        "MASTER_ADDR": "127.0.0.1",
-        "MASTER_PORT": str(port),
-    }
+def run_cases(cases: list[Case], folder: Path, out: Path) -> None:
+    """Run the cases as one rank. A case that fails on all ranks does not end the others."""
+    is_main = os.environ["RANK"] == "0"
     OPTIMIZERS.register("sgd")(sgd)
     results: dict[Case, dict[str, Any] | str] = {}
     for case in cases:
@@ -237,13 +203,10 @@ def rank_main(rank: int, ranks: int, port: int, cases: list[Case], folder: Path,
             results[case] = run(case, folder)
         except Exception as error:
             results[case] = f"{type(error).__name__}: {error}".splitlines()[0][:300]
-            if rank == 0 and os.environ.get("PARITY_TRACE"):
+            if is_main and os.environ.get("PARITY_TRACE"):
                 traceback.print_exc()
-        if rank == 0:
+        if is_main:
             torch.save(results, out)
-    sys.stdout.flush()
-    sys.stderr.flush()
-    os._exit(0)
 
 
 SPANNING = (
