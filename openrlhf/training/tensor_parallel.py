@@ -4,6 +4,7 @@ Transformers' tensor-parallel plan for an architecture lists the layers to split
 columns. Output heads, embeddings and experts are not split.
 """
 
+import re
 from collections import defaultdict
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -66,17 +67,23 @@ def layer_specs(config: PretrainedConfig, ranks: int, module: nn.Module) -> list
                 rf"{pattern}\.{adapter}\..*\.weight$",
             ]
         specs.append({"patterns": names, "partition_type": kind})
-    trained = {name for name, parameter in module.named_parameters() if parameter.requires_grad}
     if patterns[REPLICATED]:
-        # AutoTP cannot sum the gradients of frozen weights.
+        names = [rf"{pattern}\.weight$" for pattern in patterns[REPLICATED]]
         specs.append(
             {
-                "patterns": [rf"{pattern}\.weight$" for pattern in patterns[REPLICATED]],
+                "patterns": names,
                 "partition_type": "skip",
-                "grad_allreduce": any(name.endswith("_norm.weight") for name in trained),
+                # AutoTP cannot sum the gradients of frozen weights.
+                "grad_allreduce": _are_trained(module, names),
             }
         )
     return specs
+
+
+def _are_trained(module: nn.Module, patterns: list[str]) -> bool:
+    """Return whether a parameter whose name matches one of the patterns is trained."""
+    matches = re.compile("|".join(patterns)).match
+    return any(p.requires_grad and matches(name) for name, p in module.named_parameters())
 
 
 def _splittable_parts(plan: dict[str, str]) -> Iterator[dict[str, str]]:
