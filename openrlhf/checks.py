@@ -16,13 +16,15 @@ from openrlhf.reporting import notice
 class Finding:
     """A result of a check. `seen` and `fix` are sentences.
 
-    If `fails`, the command does not start; otherwise the finding is printed as a notice. `error` is
-    the exception that the check raised, if any.
+    If `fails`, the command does not start; otherwise the finding is printed as a notice. If
+    `passes`, nothing is wrong; only `openrlhf doctor` shows such findings. `error` is the exception
+    that the check raised, if any.
     """
 
     seen: str
     fix: str = ""
     fails: bool = False
+    passes: bool = False
     error: UserError | None = None
 
     def __str__(self) -> str:
@@ -55,7 +57,7 @@ def report(*findings: Finding) -> None:
     for text, finding in distinct.items():
         if finding.fails:
             failures.append(finding)
-        else:
+        elif not finding.passes:
             notice(text)
     if len(failures) == 1 and failures[0].error:
         raise failures[0].error

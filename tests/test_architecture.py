@@ -27,7 +27,7 @@ LEVELS = {
             ("agents",),
             ("trainers", "utils"),
             ("launch",),
-            ("evaluation",),
+            ("evaluation", "doctor"),
             ("cli",),
         )
     )
@@ -35,7 +35,7 @@ LEVELS = {
 }
 # The packages that may import each heavy library. Many packages use torch and transformers.
 HOMES = {
-    "vllm": ["rollout.engine*"],
+    "vllm": ["rollout.engine*", "doctor.probes"],
     "cloudpickle": ["rollout.engine*"],
     "deepspeed": ["training.*"],
     "ray": [
@@ -84,6 +84,7 @@ WITHIN_BOUNDS = [
     "config",
     "core",
     "data",
+    "doctor",
     "evaluation",
     "isolation",
     "launch",

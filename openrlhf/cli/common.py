@@ -9,22 +9,22 @@ import sys
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
-from importlib.metadata import distributions
 from pathlib import Path
 from tempfile import TemporaryFile
 from typing import NoReturn, TypeVar
 
+from openrlhf.checks import report
 from openrlhf.config import machine
 from openrlhf.config.commands import Command
-from openrlhf.config.flags import UserError, flags_in, flags_of, toml_beside, value_at
+from openrlhf.config.flags import UserError, flags_in, flags_of, value_at
 from openrlhf.config.options import parse_config
 from openrlhf.config.places import model_in, outputs
+from openrlhf.doctor.packages import other_package, vllm_versions
 from openrlhf.locks import InUseError, check_unlocked, locked
 from openrlhf.reporting import alert, is_first, notice
 from openrlhf.termination import ctrl_c_raises
 
 LAUNCHER = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE")  # set by a launcher
-OTHER_AUTHOR = "OpenRLHF Team"  # author of the package openrlhf on PyPI
 HELP_FLAGS = {"-h", "--help", "--help_json"}
 HUB_TIMEOUT_S = 5.0
 # With one of these variables, the Hub client uses a mirror, a proxy or no network.
@@ -52,7 +52,7 @@ def read_flags(
     words = words_of(argv)
     prepare_process()
     with plain_ends():
-        refuse_other_package()
+        report(*other_package())
         asks_for_help = not HELP_FLAGS.isdisjoint(words)
         if on_ray and machine.ray_may_run() and not asks_for_help:
             _use_devices_of_ray()
@@ -63,6 +63,15 @@ def read_flags(
     return config
 
 
+def parse_flags(root: type[C], argv: Sequence[str] | None, *, command: str) -> C:
+    """Return the configuration from the flags in `argv`, or from this process's arguments.
+
+    Prints the help if the flags ask for it. Exits with status 2 after a user error.
+    """
+    with plain_ends(), pipe_may_close():
+        return parse_config(root, words_of(argv), command=command)
+
+
 @contextmanager
 def pipe_may_close() -> Iterator[None]:
     """Exit with status 0 if the reader of the help, such as `head`, has closed the pipe."""
@@ -71,20 +80,6 @@ def pipe_may_close() -> Iterator[None]:
     except BrokenPipeError:
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         raise SystemExit(0) from None
-
-
-def refuse_other_package() -> None:
-    """Raise UserError if the PyPI package `openrlhf`, a different project, is also installed.
-
-    Both packages have the same import name, so different processes could import different ones.
-    """
-    for package in distributions(name="openrlhf"):
-        if package.metadata["Author"] == OTHER_AUTHOR:
-            raise UserError(
-                f"This environment also contains openrlhf {package.version} from PyPI, in "
-                f"{package.locate_file('')}, a different project with the same import name. "
-                "Uninstall it (pip uninstall openrlhf), then reinstall this one."
-            )
 
 
 def words_of(argv: Sequence[str] | None) -> list[str]:
@@ -199,9 +194,6 @@ def offline_command(root: type[C], argv: Sequence[str] | None, *, command: str) 
     leave(0)
 
 
-STACKS: dict[str, dict[str, str]] = toml_beside(__file__, "stacks.toml")
-
-
 def check_folders(config: Command) -> None:
     """Exit with status 2 if any output is not writable, even one that is written only weeks later.
 
@@ -281,31 +273,5 @@ def writing_alone(config: Command) -> Iterator[None]:
 
 def check_versions() -> None:
     """Exit with status 2 if vLLM is missing, unsupported or incompatible with other packages."""
-    from packaging.specifiers import SpecifierSet
-
-    extra = "vllm" if machine.count_gpus() else "cpu"
-    remedy = f"install a supported version with: pip install -e '.[{extra}]' (see the README)"
-    vllm = machine.installed("vllm")
-    if vllm is None:
-        fail(f"vllm is not installed: {remedy}")
-
-    def allows(versions: str, version: str) -> bool:
-        return SpecifierSet(versions).contains(version, prereleases=True)
-
-    found_vllm = f"{vllm.name} {vllm.version}"
-    needs = [packages for versions, packages in STACKS.items() if allows(versions, vllm.version)]
-    if not needs:
-        supported = " or ".join(STACKS)
-        fail(f"{found_vllm} is installed, but this release supports {supported}: {remedy}")
-    mismatches: list[str] = []
-    for name, versions in needs[0].items():
-        found = machine.installed(name)
-        version = found.version if found else "none"
-        if version == "none" or not allows(versions, version):
-            mismatches.append(
-                f"{found_vllm} requires {name} {versions}, but {version} is "
-                "installed: install a matching version, or a different vLLM (docs/gpu.md, Versions "
-                "of vLLM)"
-            )
-    if mismatches:
-        fail("\n".join(mismatches))
+    with plain_ends():
+        report(*vllm_versions())

@@ -53,6 +53,7 @@ VERBS = {
     "reward": Verb("reward_test", "`reward test`: try a reward on a dataset before training"),
     "lora_combiner": Verb("lora_combiner", "merge of a LoRA adapter into its base model"),
     "serve-rm": Verb("serve_rm", "HTTP server for a reward model"),
+    "doctor": Verb("doctor", "check of the installed packages and of this machine"),
     "pipeline": Verb(
         "pipeline", "several stages defined in one file, from SFT to RL, with one report"
     ),

@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from openrlhf.config.combining import CombinerConfig
+from openrlhf.config.doctor import DoctorConfig
 from openrlhf.config.evaluation import EvaluationConfig
 from openrlhf.config.inference import BatchInferenceConfig, ChatConfig
 from openrlhf.config.local_ppo import LocalPPOConfig
@@ -42,6 +43,7 @@ COMMANDS: dict[str, type[Any]] = ROOTS | {
     "reward_test": RewardTestConfig,
     "lora_combiner": CombinerConfig,
     "pipeline": PipelineConfig,
+    "doctor": DoctorConfig,
 }
 WITH_OLD: dict[str, type[Any]] = ROOTS | {
     "train_ppo": LocalPPOConfig

@@ -49,6 +49,7 @@ LINES = SMALLEST | {
     "reward_test": "--data.prompt_dataset d --data.label_key l --reward.verifier math",
     "lora_combiner": "--model_path m --lora_path a --output_path o",
     "pipeline": "--file p.yaml",
+    "doctor": "",
 }
 EVERY_FLAG = [(command, path) for command, root in COMMANDS.items() for path in flags_of(root)]
 
@@ -109,6 +110,7 @@ READERS = {
     "data.rows data.first_look rollout.fleet cluster.placement trainers.stages workers.frozen",
     "interactive_chat": "evaluation.chat launch.prompt_data launch.settings models.loading",
     "pipeline": "launch.pipeline",
+    "doctor": "doctor.examination",
 }
 # Other variable names for a section in the modules above.
 ALSO_CALLED = {

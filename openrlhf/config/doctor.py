@@ -1,0 +1,12 @@
+"""Configuration of `doctor`, which checks the installation and the machine."""
+
+from __future__ import annotations
+
+from openrlhf.config.commands import Command
+from openrlhf.config.flags import option
+
+
+class DoctorConfig(Command):
+    """Check the installed packages and this machine."""
+
+    json: bool = option(False, "Print the findings as JSON.")

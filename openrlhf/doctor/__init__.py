@@ -1,0 +1,1 @@
+"""Checks of the installed packages and of this machine, shown by `openrlhf doctor`."""

@@ -1,0 +1,113 @@
+"""Tests of large libraries, each in a process of its own.
+
+A library may crash its process, hang, or change its environment.
+"""
+
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Callable, Mapping
+from importlib import import_module
+from typing import Any
+
+from openrlhf.checks import Finding
+from openrlhf.config.flags import UserError
+from openrlhf.reporting import say
+
+TIMEOUT_S = 120.0
+
+
+class ProbeError(Exception):
+    """A failed probe. `finding` names the library, its error and the fix."""
+
+    def __init__(self, finding: Finding) -> None:
+        super().__init__(finding.seen)
+        self.finding = finding
+
+
+def probe(
+    name: str, *arguments: str, of: str, fix: str, environment: Mapping[str, str] | None = None
+) -> Any:
+    """Run one of the `PROBES` in a new process, and return its result.
+
+    Raises ProbeError with the last line of the error, the name of the library (`of`) and `fix`.
+    """
+    command = [sys.executable, "-m", __name__, name, *arguments]
+    env = os.environ | (environment or {})
+    try:
+        done = subprocess.run(
+            command, env=env, text=True, capture_output=True, check=True, timeout=TIMEOUT_S
+        )
+        return json.loads(done.stdout.splitlines()[-1])
+    except subprocess.CalledProcessError as failed:
+        error = str(failed)  # names the signal of a crash
+        if failed.returncode > 0:
+            error = failed.stderr.strip().splitlines()[-1]
+    except subprocess.TimeoutExpired as late:
+        error = str(late)
+    raise ProbeError(Finding(f"{of} does not work: {error}", fix, fails=True))
+
+
+def torch_devices() -> tuple[str, list[tuple[str, int, int]]]:
+    """Return torch's build, and the name, free and total memory in bytes of each GPU.
+
+    Compute a matrix product on each device, and run a collective.
+    """
+    import torch
+    from torch import distributed
+    from torch.cuda import nccl
+
+    build = f"torch {torch.__version__}"
+    backend = "gloo"
+    devices: list[tuple[str, int, int]] = []
+    if torch.version.cuda and torch.cuda.device_count():
+        torch.cuda.init()  # raises an error if the driver does not support this build
+        build = f"{build}, CUDA {torch.version.cuda}, NCCL {nccl.version()}"
+        backend = "nccl"
+    for index in range(torch.cuda.device_count()):
+        ones = torch.ones(64, 64, device=f"cuda:{index}", dtype=torch.bfloat16)
+        assert torch.all(ones @ ones == 64), f"wrong matrix product on GPU {index}"
+        devices.append((torch.cuda.get_device_name(index), *torch.cuda.mem_get_info(index)))
+    store = distributed.HashStore()  # type: ignore[attr-defined]
+    distributed.init_process_group(backend, store=store, rank=0, world_size=1)
+    distributed.barrier()
+    distributed.destroy_process_group()
+    return build, devices
+
+
+def vllm_platform() -> str:
+    """Load vLLM's engine and kernels, and return the device type for which it was built."""
+    import torch
+    from vllm.platforms import current_platform
+
+    import_module("vllm.engine.arg_utils")
+    current_platform.import_kernels()  # only logs a warning if it fails
+    operators = [schema.name for schema in torch._C._jit_get_all_schemas()]
+    assert any(name.startswith("_C::") for name in operators), "its kernels cannot be loaded"
+    return current_platform.device_type
+
+
+def ray_resources() -> tuple[int, int] | None:
+    """Join the running Ray cluster, if any, and return its number of machines and GPUs."""
+    from openrlhf.cluster.ray_cluster import join_ray, machines
+
+    gpus = join_ray()
+    if gpus is None:
+        return None
+    return len(machines(gpus > 0)), gpus
+
+
+PROBES: dict[str, Callable[..., Any]] = {
+    "import": lambda module: str(import_module(module)),
+    "torch": torch_devices,
+    "vllm": vllm_platform,
+    "ray": ray_resources,
+}
+
+
+if __name__ == "__main__":
+    try:
+        say(json.dumps(PROBES[sys.argv[1]](*sys.argv[2:])))
+    except UserError as user_error:
+        raise SystemExit(str(user_error)) from None
