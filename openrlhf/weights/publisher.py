@@ -11,7 +11,7 @@ from typing import Any, Protocol
 
 from openrlhf.weights.manifest import PublicationError, WeightManifest
 from openrlhf.weights.receipts import WorkerReceipt
-from openrlhf.weights.transport import Transport, WeightGroup
+from openrlhf.weights.transport import Transport, WeightGroup, abandon
 
 REPORT_TIMEOUT_S = 10.0  # time to wait for an engine's own error after another member failed
 
@@ -76,6 +76,7 @@ class WeightPublisher:
     failures: tuple[type[Exception], ...]
     check: Callable[[], None] | None = None  # called only once, after the first publication
     groups_made: int = field(default=0, init=False)
+    group: WeightGroup | None = field(default=None, init=False)  # None: no group, or it failed
     connected: Sequence[EngineProcess] = field(default=(), init=False)  # in the current group
     # Held while publishing, and while launching a weight update.
     sending: threading.RLock = field(default_factory=threading.RLock, init=False)
@@ -97,7 +98,6 @@ class WeightPublisher:
     def refit(self, engine: EngineProcess) -> None:
         """Send the current weights to a newly started engine, and mark it as up."""
         with self.sending:
-            self.connected = []
             self._publish([engine])
             engine.up = True
 
@@ -106,7 +106,6 @@ class WeightPublisher:
             try:
                 return self._publish(receivers, version)
             except (PublicationError, *self.failures):
-                self.connected = []  # a failed publication leaves no group behind
                 engines.find_lost()
                 if engines.up == receivers:
                     # No engine was lost. If a sender was lost, this call raises an error that names
@@ -116,9 +115,22 @@ class WeightPublisher:
         engines.check()
 
     def _publish(self, receivers: Sequence[EngineProcess], version: int | None = None) -> None:
-        """Send the weights as `version`, or as their current version if `version` is None."""
-        if self.connected != receivers:
-            self._connect(receivers)
+        """Send the weights as `version`, or as their current version if `version` is None.
+
+        A failed publication leaves no group behind, and no member that waits for a lost one.
+        """
+        try:
+            if self.group is None or self.connected != receivers:
+                self.group = self._new_group(receivers)
+                self._connect(self.group, receivers)
+            self._send(receivers, version)
+        except BaseException:
+            if self.group:
+                abandon(self.group)
+            self.group = None
+            raise
+
+    def _send(self, receivers: Sequence[EngineProcess], version: int | None) -> None:
         listing = self.policy.broadcast(PolicyCalls.weight_manifest, version)
         [manifest] = self._gather(listing[:1], "list its weights")
         receiving = [engine.call(EngineCalls.receive, manifest) for engine in receivers]
@@ -130,8 +142,8 @@ class WeightPublisher:
         resuming = [engine.call(EngineCalls.resume) for engine in receivers]
         self._gather(resuming, "serve the new weights")
 
-    def _connect(self, receivers: Sequence[EngineProcess]) -> None:
-        """Form the weight group of the senders and all workers of these engines."""
+    def _new_group(self, receivers: Sequence[EngineProcess]) -> WeightGroup:
+        """Return a new weight group for the senders and all workers of these engines."""
         assert self.engines
         workers = self.engines.workers_per_engine
         asked = self.policy.broadcast(PolicyCalls.weight_address)[:1]
@@ -145,7 +157,7 @@ class WeightPublisher:
             for engine in receivers:
                 first = engine.index * workers
                 senders += range(first, first + workers)
-        group = WeightGroup(
+        return WeightGroup(
             host=host,
             port=port,
             world_size=len(senders) + len(receivers) * workers,
@@ -154,9 +166,13 @@ class WeightPublisher:
             timeout_s=self.timeout_s,
             senders=tuple(senders),
         )
+
+    def _connect(self, group: WeightGroup, receivers: Sequence[EngineProcess]) -> None:
+        """Let all members join the group."""
+        assert self.engines
         joining: list[Any] = []
         for position, engine in enumerate(receivers):
-            offset = len(senders) + position * workers
+            offset = len(group.senders) + position * self.engines.workers_per_engine
             joining.append(engine.call(EngineCalls.join, group, rank_offset=offset))
         joining += self.policy.broadcast(PolicyCalls.join_weight_group, group)
         self._gather(joining, "join the weight group")

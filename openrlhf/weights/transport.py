@@ -12,6 +12,7 @@ have been tested so far. The NCCL code was written from torch's source code; its
 
 import os
 import pickle
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -28,6 +29,10 @@ from openrlhf.rendezvous import host_store, join_store
 from openrlhf.weights.manifest import PublicationError
 
 Transport = Literal["gloo", "nccl", "ipc"]
+
+ABANDONED = "abandoned"  # key in a group's store: a member was lost, so the others need not wait
+ABANDONED_CHECK_S = 1.0  # seconds between checks for this key
+ABANDON_TIMEOUT_S = 5  # seconds to wait for a connection to the store that gets this key
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -142,7 +147,7 @@ class IpcChannel:
 
     def _wait(self, key: str) -> None:
         try:
-            self.store.wait([key], timedelta(seconds=self.group.timeout_s))
+            _wait_for(self.store, [key], self.group)
         except RuntimeError as error:
             what = f"no response from the other process on GPU {self.uuid}"
             raise _broken(self.group, what, error) from error
@@ -160,20 +165,49 @@ def _meet(group: WeightGroup, rank: int) -> Store:
     store = PrefixStore(group.name, tcp)
     keys = [f"joined/{member}" for member in range(group.world_size)]
     store.set(keys[rank], "")
+    began = time.monotonic()
     try:
-        store.wait(keys, timeout)
+        _wait_for(store, keys, group)
     except RuntimeError as error:
-        raise _broken(group, _absent(store, keys, group.timeout_s), error) from error
+        waited_s = time.monotonic() - began
+        raise _broken(group, _absent(store, keys, waited_s), error) from error
     return store
 
 
-def _absent(store: Store, keys: list[str], timeout_s: float) -> str:
+def abandon(group: WeightGroup) -> None:
+    """End the waits of the group's members, because one of them was lost."""
+    timeout = timedelta(seconds=ABANDON_TIMEOUT_S)
+    try:
+        tcp = join_store(group.host, group.port, timeout=timeout)
+        PrefixStore(group.name, tcp).set(ABANDONED, "")
+    except RuntimeError:
+        pass  # rank 0 hosts the store: without it, the waits have already failed
+
+
+def _wait_for(store: Store, keys: list[str], group: WeightGroup) -> None:
+    """Wait until all keys are set.
+
+    Raises RuntimeError after `timeout_s`, or if the group is abandoned.
+    """
+    deadline = time.monotonic() + group.timeout_s
+    while True:
+        left = max(deadline - time.monotonic(), 0.0)
+        try:
+            return store.wait(keys, timedelta(seconds=min(ABANDONED_CHECK_S, left)))
+        except dist.DistStoreError:  # the keys are not set yet
+            if left <= ABANDONED_CHECK_S:
+                raise
+            if store.check([ABANDONED]):
+                raise RuntimeError("a member of the group was lost") from None
+
+
+def _absent(store: Store, keys: list[str], waited_s: float) -> str:
     """Describe which members have not joined."""
     try:
         missing = [rank for rank, key in enumerate(keys) if not store.check([key])]
     except RuntimeError:
         return "the trainer gave up or died before all members had joined"
-    return f"ranks {missing} did not join within {timeout_s:g} s"
+    return f"ranks {missing} did not join within {waited_s:.0f} s"
 
 
 def _broken(group: WeightGroup, what: str, error: Exception) -> PublicationError:

@@ -19,6 +19,16 @@ MANIFEST = WeightManifest(version=7, specs=(), bucket_bytes=1)
 ANSWERS = {"weight_address": ("trainer", 29500), "weight_manifest": MANIFEST}
 
 
+@pytest.fixture(autouse=True)
+def abandoned(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """Record the names of abandoned groups, whose stores do not exist here."""
+    names: list[str] = []
+    monkeypatch.setattr(
+        "openrlhf.weights.publisher.abandon", lambda group: names.append(group.name)
+    )
+    return names
+
+
 class ProcessLost(Exception):
     """The error for a dead process in the fake cluster."""
 
@@ -195,14 +205,29 @@ def test_refit_sends_the_current_version_to_one_engine_in_a_new_group() -> None:
     assert run.group().name == "weights-2"
 
 
-def test_publication_is_repeated_for_the_remaining_engines_after_a_loss() -> None:
+@pytest.mark.parametrize("call", ["join", "receive", "resume"])
+def test_publication_is_repeated_for_the_remaining_engines_after_a_loss(
+    call: str, abandoned: list[str]
+) -> None:
     run = new_run()
-    run.processes.failures["engine0 receive"] = ProcessLost("engine 0")
+    run.processes.failures[f"engine0 {call}"] = ProcessLost("engine 0")
     run.fleet.lost_next = run.fleet.members[:1]
     run.publisher.publish(7)
+    assert abandoned == ["weights-1"]
     assert run.publisher.connected == run.fleet.members[1:]
     assert run.group().name == "weights-2"
-    assert "engine0 resume" not in run.processes.calls
+    assert ("engine0 resume" in run.processes.calls) == (call == "resume")
+
+
+def test_failed_refit_abandons_its_group(abandoned: list[str]) -> None:
+    run = new_run()
+    restarted = run.fleet.members[1]
+    restarted.up = False
+    run.processes.failures["engine1 join"] = ProcessLost("engine 1")
+    with pytest.raises(ProcessLost):
+        run.publisher.refit(restarted)
+    assert abandoned == ["weights-1"]
+    assert not restarted.up
 
 
 def test_publication_raises_the_error_of_the_fleet_if_the_last_engine_is_lost() -> None:

@@ -21,7 +21,7 @@ from openrlhf.weights.manifest import PublicationError, WeightManifest
 from openrlhf.weights.receipts import WorkerReceipt, verify_receipts
 from openrlhf.weights.receiver import Delivery, LoadReport, WeightReceiver
 from openrlhf.weights.sender import WeightSender
-from openrlhf.weights.transport import BroadcastChannel, WeightGroup, join_group
+from openrlhf.weights.transport import BroadcastChannel, WeightGroup, abandon, join_group
 
 TENSORS = {name: torch.randn(50, 3) for name in "abcde"}
 MANIFEST = WeightManifest(
@@ -203,6 +203,19 @@ def test_error_names_members_that_never_joined(threads: ThreadPoolExecutor) -> N
     with pytest.raises(PublicationError, match=r"\[1, 3\] .* 5 s"):
         WeightSender().join(group)
     assert_fails_soon(joining)
+
+
+def test_abandoned_group_ends_the_waits_of_its_members(threads: ThreadPoolExecutor) -> None:
+    group = new_group(world_size=3, timeout_s=600.0)
+    joining = [threads.submit(join_group, group, rank) for rank in (0, 1)]
+    abandon(group)  # rank 2 was lost before it joined
+    for member in joining:
+        with pytest.raises(PublicationError, match=r"\[2\] did not join.*was lost"):
+            member.result(30)
+
+
+def test_abandoning_a_group_without_a_store_is_ignored() -> None:
+    abandon(new_group())
 
 
 def test_worker_without_a_trainer_fails_after_the_deadline() -> None:
