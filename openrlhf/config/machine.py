@@ -24,6 +24,7 @@ CPU_QUOTA = Path("/sys/fs/cgroup/cpu.max")
 MEMORY_INFO = Path("/proc/meminfo")
 OWN_CGROUPS = Path("/proc/self/cgroup")
 CGROUPS = Path("/sys/fs/cgroup")
+CACHED_KERNELS = "64"  # compiled kernels that oneDNN and PyTorch each keep per process
 # Variables that identify a process to Ray (its cluster, node, job and role) and are not settings.
 RAY_IDENTITY = re.compile(
     "RAY_(ADDRESS|TMPDIR|AUTH_.*|CLIENT_.*|JOB_.*|NODE_.*|RAYLET_.*|WORKER_.*|.*_ID|.*_PID"
@@ -200,6 +201,18 @@ def openmp_threads(processes: int) -> int:
 def world_size() -> int:
     """Return the number of processes that the launcher started, or 1 without a launcher."""
     return int(os.environ.get("WORLD_SIZE") or 1)
+
+
+def kernel_caches() -> dict[str, str]:
+    """Return the environment variables that bound the caches of compiled CPU kernels.
+
+    In bfloat16, oneDNN compiles kernels of 0.5 MiB for every shape of a matrix product, and both it
+    and PyTorch keep the last 1,024 of them. Batches with varying numbers of tokens fill 560 MiB. A
+    model has about 20 shapes per batch, so smaller caches take no more time. Variables that are
+    already set are kept. oneDNN and PyTorch read them at the first product of a process.
+    """
+    names = ("ONEDNN_PRIMITIVE_CACHE_CAPACITY", "LRU_CACHE_CAPACITY")
+    return {name: os.environ.get(name, CACHED_KERNELS) for name in names}
 
 
 def cluster_settings() -> dict[str, str]:

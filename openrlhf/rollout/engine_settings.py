@@ -7,7 +7,7 @@ import os
 from dataclasses import dataclass
 from typing import Any, Literal
 
-from openrlhf.config.machine import cluster_settings, count_gpus
+from openrlhf.config.machine import cluster_settings, count_gpus, kernel_caches
 from openrlhf.config.rollout import VLLMConfig
 from openrlhf.rollout.engine_versions import runner_environment
 
@@ -55,6 +55,7 @@ def engine_environment(device: Device) -> dict[str, str]:
     }
     if device == "cuda":
         return environment | runner_environment() | {"VLLM_WORKER_MULTIPROC_METHOD": "spawn"}
+    environment |= kernel_caches()
     return environment | {
         # A node may have GPUs that Ray does not manage.
         "CUDA_VISIBLE_DEVICES": "",

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import torch
 
-from openrlhf.config.machine import cluster_settings
+from openrlhf.config.machine import cluster_settings, kernel_caches
 from openrlhf.reporting import say
 
 OWN_PORTS = range(20_000, 32_768)  # outside Linux's ephemeral ports and Ray's worker ports
@@ -88,7 +88,11 @@ def note(event: str) -> None:
 
 
 def complete_launcher_environment() -> None:
-    """Set the variables that a launcher would set. Without a launcher, the world size is 1."""
+    """Set the variables that a launcher would set. Without a launcher, the world size is 1.
+
+    Also bounds the caches of compiled kernels.
+    """
+    os.environ.update(kernel_caches())
     if "RANK" not in os.environ:
         os.environ.update(RANK="0", WORLD_SIZE="1", LOCAL_RANK="0", MASTER_ADDR="127.0.0.1")
         os.environ["MASTER_PORT"] = str(free_port())
