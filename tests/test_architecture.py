@@ -18,7 +18,7 @@ LEVELS = {
             ("masking",),
             ("reporting",),
             ("config", "core", "files", "locks", "ring", "termination"),
-            ("algorithms", "checks", "observability", "rendezvous"),
+            ("algorithms", "checks", "layer_plan", "observability", "rendezvous"),
             ("weights",),
             ("models", "data", "training"),
             ("cluster", "isolation", "checkpoints"),

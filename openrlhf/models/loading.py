@@ -23,7 +23,8 @@ from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING
 from transformers.utils import logging as transformers_logging
 
 from openrlhf.config.commands import ModelCommand
-from openrlhf.config.shared import LoadingConfig, LoraConfig, TrainedModelConfig
+from openrlhf.config.shared import DeepSpeedConfig, LoadingConfig, LoraConfig, TrainedModelConfig
+from openrlhf.layer_plan import split_patterns
 from openrlhf.models import packed_attention
 from openrlhf.models.adapters import unadapted_experts, with_adapters
 from openrlhf.models.weights import ModelError, StoredWeights, odd_experts, require_finite
@@ -161,7 +162,7 @@ def configuration(spec: LoadSpec) -> Any:
     """Return the stored configuration.
 
     Raises ModelError for unreadable files, and for dynamic RoPE whose frequencies would depend on
-    the batch.
+    the batch. Raises UserError if tensor parallelism cannot split the layers.
     """
     if os.path.isdir(spec.path) and not os.path.exists(os.path.join(spec.path, "config.json")):
         files = ", ".join(sorted(os.listdir(spec.path))[:SHOWN_FILES]) or "none"
@@ -179,6 +180,8 @@ def configuration(spec: LoadSpec) -> Any:
             f"the longest sequence in a batch. --data.max_len is {spec.max_len}: lower it to "
             f"{positions}."
         )
+    if isinstance(spec.ds, DeepSpeedConfig) and spec.ds.tensor_parallel_size > 1:
+        split_patterns(config, spec.ds.tensor_parallel_size)
     return config
 
 

@@ -5,7 +5,6 @@ columns. Output heads, embeddings and experts are not split.
 """
 
 import re
-from collections import defaultdict
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -13,11 +12,7 @@ from typing import Any
 from torch import Tensor, nn
 from transformers import PretrainedConfig
 
-from openrlhf.config.flags import UserError
-
-COLUMN = "colwise"
-ROW = "rowwise"
-REPLICATED = "replicated_with_grad_allreduce"  # for weights such as norms of split heads
+from openrlhf.layer_plan import COLUMN, REPLICATED, ROW, split_patterns
 
 
 def complete_config(config: dict[str, Any], module: nn.Module) -> dict[str, Any]:
@@ -37,26 +32,10 @@ def complete_config(config: dict[str, Any], module: nn.Module) -> dict[str, Any]
 def layer_specs(config: PretrainedConfig, ranks: int, module: nn.Module) -> list[dict[str, Any]]:
     """Return how AutoTP splits a model's weights: name patterns, each with the dimension to split.
 
-    A part of a layer (attention, MLP) is split if the plan splits all of it by columns and rows. An
-    adapter's matrices follow their layer: B is split if the layer is split by columns, and A if it
-    is split by rows. Raises UserError if nothing can be split.
+    An adapter's matrices follow their layer: B is split if the layer is split by columns, and A if
+    it is split by rows. Raises UserError if the model cannot be split.
     """
-    text = config.get_text_config()
-    heads = getattr(text, "num_key_value_heads", None) or text.num_attention_heads
-    if ranks > heads:
-        raise UserError(
-            f"--ds.tensor_parallel_size {ranks} exceeds the {heads} key-value heads of the model "
-            f"({config.model_type}). Use at most {heads}."
-        )
-    patterns: defaultdict[str, list[str]] = defaultdict(list)
-    for styles in _splittable_parts(getattr(text, "base_model_tp_plan", None) or {}):
-        for name, style in styles.items():
-            patterns[style].append(".*" + name.replace(".", r"\.").replace("*", r"\d+"))
-    if not patterns[ROW]:
-        raise UserError(
-            f"--ds.tensor_parallel_size {ranks}: Transformers has no plan for splitting the layers "
-            f"of {config.model_type}. Use --ds.tensor_parallel_size 1 and --ds.zero_stage 3."
-        )
+    patterns = split_patterns(config, ranks)
     specs: list[dict[str, Any]] = []
     for style, kind, adapter in ((COLUMN, "column", "lora_B"), (ROW, "row", "lora_A")):
         names: list[str] = []
@@ -84,17 +63,6 @@ def _are_trained(module: nn.Module, patterns: list[str]) -> bool:
     """Return whether a parameter whose name matches one of the patterns is trained."""
     matches = re.compile("|".join(patterns)).match
     return any(p.requires_grad and matches(name) for name, p in module.named_parameters())
-
-
-def _splittable_parts(plan: dict[str, str]) -> Iterator[dict[str, str]]:
-    """Yield the parts of a layer that a plan splits by columns and rows only."""
-    parts: defaultdict[str, dict[str, str]] = defaultdict(dict)
-    for name, style in plan.items():
-        parts[name.rpartition(".")[0]][name] = style
-    for styles in parts.values():
-        kinds = set(styles.values())
-        if {COLUMN, ROW} <= kinds <= {COLUMN, ROW, REPLICATED}:
-            yield styles
 
 
 @contextmanager
