@@ -54,6 +54,8 @@ def tiny_config(kind: str, **changes: object) -> PretrainedConfig:
             return Qwen2Config(**sizes, tie_word_embeddings=False)
         case "llama":
             return LlamaConfig(**sizes, tie_word_embeddings=False)
+        case "llama-odd":  # sizes that no number of ranks divides
+            return LlamaConfig(**sizes | {"vocab_size": 67, "intermediate_size": 65})
         case "mistral-windowed":
             return MistralConfig(**sizes, sliding_window=4, tie_word_embeddings=False)
         case "qwen3":

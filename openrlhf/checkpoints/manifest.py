@@ -18,8 +18,8 @@ from openrlhf.reporting import notice
 
 FORMAT = 1
 CONVERSION_HINT = (
-    "--ds.use_universal_ckpt only allows changing the number of processes, and switching between "
-    "ZeRO 1 and ZeRO 2."
+    "--ds.use_universal_ckpt allows changing the number of processes and, with ZeRO 1 to 3, "
+    "--ds.tensor_parallel_size. It also allows switching between ZeRO 1 and ZeRO 2."
 )
 # Name suffixes of metrics for which lower is better.
 MINIMISED = ("loss", "truncated_rate", "failed_episodes")
@@ -249,12 +249,17 @@ class Checkpoint(StagedCheckpoint):
 def _convertible(engines: Mapping[str, EngineLayout]) -> dict[str, EngineLayout]:
     """Return the layouts without their convertible properties.
 
-    The number of processes can be converted, and so can ZeRO stages 1 and 2 into each other.
+    The number of processes can be converted, and so can ZeRO stages 1 and 2 into each other and,
+    unless the stage is 0, the tensor-parallel size.
     """
     layouts: dict[str, EngineLayout] = {}
     for part, layout in engines.items():
-        stage = 1 if layout.zero_stage == 2 else layout.zero_stage
-        layouts[part] = replace(layout, world_size=0, zero_stage=stage)
+        layout = replace(layout, world_size=0)
+        if layout.zero_stage > 0:
+            layout = replace(layout, tensor_parallel_size=1)
+        if layout.zero_stage == 2:
+            layout = replace(layout, zero_stage=1)
+        layouts[part] = layout
     return layouts
 
 

@@ -211,5 +211,4 @@ class Root(RecordedCommand):
         """Yield violations, including those about adapters, precision and early stopping."""
         yield from super().violations()
         yield from training_rules.weight_violations(self.ds)
-        yield from training_rules.average_violations(self.ds, self.train)
         yield from training_rules.patience_violations(self.eval, self.ckpt)

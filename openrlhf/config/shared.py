@@ -260,7 +260,8 @@ class DeepSpeedConfig(LoadingConfig):
     )
     use_universal_ckpt: bool = option(
         False,
-        "Resume with a different number of processes, or switch between ZeRO stages 1 and 2.",
+        "Resume with a different number of processes or --ds.tensor_parallel_size, or switch "
+        "between ZeRO stages 1 and 2.",
     )
     grad_accum_dtype: str | None = option(
         None, "Data type for gradient accumulation; unset: fp32.", choices=DTYPES

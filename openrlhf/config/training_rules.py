@@ -6,13 +6,7 @@ from typing import Any
 
 from openrlhf.config.flags import value_at
 from openrlhf.config.rules import is_file
-from openrlhf.config.shared import (
-    CheckpointConfig,
-    DeepSpeedConfig,
-    EvalConfig,
-    TrainConfig,
-    TrainedModelConfig,
-)
+from openrlhf.config.shared import CheckpointConfig, DeepSpeedConfig, EvalConfig, TrainedModelConfig
 
 
 def weight_violations(ds: DeepSpeedConfig) -> Iterator[str]:
@@ -34,16 +28,6 @@ def weight_violations(ds: DeepSpeedConfig) -> Iterator[str]:
         yield "<ds.param_offload> needs --ds.zero_stage 3."
     if ds.param_offload == "nvme":
         yield "<ds.param_offload> is not available yet: use cpu."
-
-
-def average_violations(ds: DeepSpeedConfig, train: TrainConfig) -> Iterator[str]:
-    """Yield a violation if the checkpoint to convert has an EMA that cannot be converted."""
-    if ds.use_universal_ckpt and ds.zero_stage == 3 and train.enable_ema:
-        yield (
-            "--ds.use_universal_ckpt cannot convert the EMA of --train.enable_ema, which "
-            "<ds.zero_stage> partitions: resume with the same number of processes, or leave out "
-            "--train.enable_ema."
-        )
 
 
 def router_violations(model: TrainedModelConfig, section: str) -> Iterator[str]:

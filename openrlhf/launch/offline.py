@@ -47,7 +47,9 @@ from openrlhf.training.gathered import exported_bytes
 from openrlhf.training.layout import RankLayout
 from openrlhf.training.strategy import FrozenModel, Strategy
 
-LAYOUT_FLAGS = "number of processes, --ds.zero_stage and --ds.param_dtype"
+LAYOUT_FLAGS = (
+    "number of processes, --ds.zero_stage, --ds.tensor_parallel_size and --ds.param_dtype"
+)
 MORE_STEPS = "For more steps lower --train.batch_size, raise --train.max_epochs or use more rows."
 
 

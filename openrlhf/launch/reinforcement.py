@@ -76,7 +76,10 @@ def prepare(config: PPOConfig, processes: Processes) -> Run | None:
     done = 0
     if checkpoint:
         start = replace(start, run_dir=checkpoint.state.continued_folder(start.run_dir))
-        words = "estimator, --ds.zero_stage, --ds.param_dtype and number of devices per role"
+        words = (
+            "estimator, --ds.zero_stage, --ds.tensor_parallel_size, --ds.param_dtype and number of "
+            "devices per role"
+        )
         checkpoint.check_continued_by(start, layout=words, converts=config.ds.use_universal_ckpt)
         done = checkpoint.state.step
     replay = replay_folder(config, data, done=done)

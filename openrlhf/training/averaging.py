@@ -18,6 +18,7 @@ from openrlhf.training.masters import (
 from openrlhf.training.strategy import Strategy
 from openrlhf.training.tensor_parallel import joined, part_of
 from openrlhf.training.whole import full_shape
+from openrlhf.training.zero3_files import Zero3Files
 
 
 class WeightAverage:
@@ -107,13 +108,18 @@ class WeightAverage:
         if self.averages:
             torch.save(self.averages, rank_file(self.strategy, directory, tag, "average"))
 
-    def load(self, directory: str, tag: str) -> None:
+    def load(self, directory: str, tag: str, *, reshard: bool = False) -> None:
         """Read the files that `save` wrote. Collective.
 
-        If the checkpoint has no average, the average restarts at the checkpoint's weights.
+        If `reshard` is true, a different layout of ranks wrote the files with ZeRO 3. If the
+        checkpoint has no average, the average restarts at the checkpoint's weights.
         """
         file = rank_file(self.strategy, directory, tag, "average")
-        if file.exists():
+        if reshard:
+            file = file.with_name("average_0.pt")
+        if file.exists() and reshard:
+            self._load_resharded(Zero3Files(file.parent))
+        elif file.exists():
             self.averages = torch.load(file)
         # Rank 0 decides for all ranks, because copying whole master weights is collective.
         if self.strategy.broadcast(file.exists()):
@@ -124,6 +130,18 @@ class WeightAverage:
                 "checkpoint's weights."
             )
         self.averages = self._copy_weights(torch.float32)
+
+    def _load_resharded(self, files: Zero3Files) -> None:
+        """Read this rank's shards from the files of all ranks of a different layout."""
+        saved: list[dict[str, Tensor]] = []
+        for rank in range(len(files.files)):
+            saved.append(torch.load(files.folder / f"average_{rank}.pt", mmap=True))
+        for name, parameter in self.parameters.items():
+            whole = files.whole(name, [averages[name] for averages in saved])
+            part = own_part(parameter, whole)
+            average = torch.zeros_like(self.averages[name])  # with the padding of the last shard
+            average[: len(part)] = part
+            self.averages[name] = average
 
 
 def rank_file(strategy: Strategy, directory: str, tag: str, name: str) -> Path:

@@ -29,7 +29,7 @@ from openrlhf.training.optimizers import make_optimizer, make_schedule
 from openrlhf.training.quiet_deepspeed import OffloadStateTypeEnum
 from openrlhf.training.random_state import random_state, restore_random_state
 from openrlhf.training.strategy import Strategy, initialize
-from openrlhf.training.universal import converted, is_sharded_for_other_ranks
+from openrlhf.training.universal import converted, is_sharded_differently
 
 Totals = Mapping[str, float]  # counts of tokens or sequences by name
 Metrics = dict[str, Metric]
@@ -328,9 +328,8 @@ class TrainEngine:
             given = dict(group)
             del given["params"]
             settings.append(given)
-        ranks = self.strategy.layout.world_size
-        converts = self.strategy.config.use_universal_ckpt and is_sharded_for_other_ranks(
-            Path(directory) / tag, ranks
+        converts = self.strategy.config.use_universal_ckpt and is_sharded_differently(
+            Path(directory) / tag, self.strategy.layout
         )
         self.engine._config.load_universal_checkpoint = converts
         source = converted(self.strategy, directory, tag) if converts else nullcontext(directory)
@@ -351,7 +350,7 @@ class TrainEngine:
         if file.exists():  # the saved run may have had fewer ranks
             restore_random_state(torch.load(file, weights_only=False))
         if self.average:
-            self.average.load(directory, tag)
+            self.average.load(directory, tag, reshard=converts and self.sharded)
 
     def _restore_settings(self, settings: Sequence[Mapping[str, Any]]) -> None:
         """Restore each parameter group's settings, and set the schedule's current learning rate."""

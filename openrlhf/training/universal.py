@@ -1,4 +1,4 @@
-"""DeepSpeed's universal checkpoints: optimizer state per parameter, for any number of ranks."""
+"""DeepSpeed's universal checkpoints: optimizer state per parameter, for any layout of ranks."""
 
 import os
 import shutil
@@ -9,17 +9,24 @@ from contextlib import contextmanager
 from pathlib import Path
 
 from openrlhf.config.flags import UserError
+from openrlhf.training.layout import RankLayout
 from openrlhf.training.strategy import Strategy
+from openrlhf.training.zero3_files import Zero3Files
 
 CONVERTER = "deepspeed.checkpoint.ds_to_universal"
 
 
-def is_sharded_for_other_ranks(checkpoint: Path, ranks: int) -> bool:
-    """Return whether the checkpoint's optimizer state is sharded for a different number of ranks.
+def is_sharded_differently(checkpoint: Path, layout: RankLayout) -> bool:
+    """Return whether the checkpoint's optimizer state is sharded for a different layout of ranks.
 
-    ZeRO 0 does not shard the optimizer state.
+    ZeRO 0 does not shard the optimizer state. The files have names such as
+    zero_pp_rank_0_mp_rank_01_optim_states.pt, with the tensor-parallel rank at the end.
     """
-    return len(list(checkpoint.glob("*_optim_states.pt"))) not in (0, ranks)
+    files = list(checkpoint.glob("*_optim_states.pt"))
+    if not files:
+        return False
+    of_last_rank = list(checkpoint.glob(f"*_mp_rank_{layout.tp - 1:02d}_optim_states.pt"))
+    return len(files) != layout.world_size or len(of_last_rank) * layout.tp != layout.world_size
 
 
 @contextmanager
@@ -40,25 +47,41 @@ def converted(strategy: Strategy, directory: str, tag: str) -> Iterator[str]:
 
 
 def _convert(directory: Path, tag: str, copy: str) -> None:
-    """Write `copy/tag` in a separate process, which frees its memory when it exits.
-
-    Raises UserError if the conversion fails.
-    """
+    """Write `copy/tag`. Raises UserError if the conversion fails."""
     # a killed conversion may have left this folder
     shutil.rmtree(directory / copy, ignore_errors=True)
-    (directory / copy).mkdir()
+    (directory / copy / tag).mkdir(parents=True)
+    cause = ""
+    if any((directory / tag).glob("zero_pp_rank_*_model_states.pt")):  # only ZeRO 3 shards models
+        try:
+            Zero3Files(directory / tag).write_universal(directory / copy / tag)
+        except (EOFError, KeyError, OSError, RuntimeError) as error:
+            cause = f"{type(error).__name__}: {error}"
+    else:
+        cause = _run_converter(directory, tag, copy)
+    if cause:
+        raise UserError(
+            f"{tag} in {directory} could not be converted (--ds.use_universal_ckpt): {cause}"
+        )
+
+
+def _run_converter(directory: Path, tag: str, copy: str) -> str:
+    """Run DeepSpeed's converter in a separate process, which frees its memory when it exits.
+
+    Returns the end of the error output, or nothing if the conversion succeeds.
+    """
     # Use relative paths, because the converter treats paths as glob patterns and folder names may
     # contain brackets.
     folders = ["--input_folder", tag, "--output_folder", f"{copy}/{tag}"]
+    # The strict check rejects frozen weights, which checkpoints do not contain.
+    options = ["--inject_missing_state", "--no_strict"]
     done = subprocess.run(
-        [sys.executable, "-m", CONVERTER, "--inject_missing_state", *folders],
+        [sys.executable, "-m", CONVERTER, *options, *folders],
         cwd=directory,
         env=os.environ | {"DS_ACCELERATOR": "cpu"},
         capture_output=True,
         text=True,
     )
-    if done.returncode:
-        cause = done.stderr.strip()[-2000:]
-        raise UserError(
-            f"{tag} in {directory} could not be converted (--ds.use_universal_ckpt): {cause}"
-        )
+    if done.returncode == 0:
+        return ""
+    return done.stderr.strip()[-2000:] or f"{CONVERTER} failed"

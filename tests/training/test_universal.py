@@ -1,9 +1,11 @@
-"""Tests of universal checkpoints: a run on a different number of ranks resumes identically."""
+"""Tests of universal checkpoints: a run in a different layout of ranks resumes identically."""
 
 from __future__ import annotations
 
 import json
 import shutil
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -11,96 +13,144 @@ import pytest
 import torch
 
 from openrlhf.checkpoints.manifest import Checkpoint, CheckpointError, EngineLayout, RunState
-from tests.ranks import run_ranks
+from tests.ranks import ROOT
 from tests.tiny import save_tiny_model
 
 HALF, WHOLE = 2, 4  # steps before the resume, and total steps
+Fields = dict[str, Any]  # fields of `universal_worker.Job`
 
 
-def run(ranks: int, model: str, *runs: list[Any]) -> None:
-    run_ranks(ranks, "tests.training.universal_worker", model, json.dumps(runs), timeout=300)
+def run(model: Path | str, *worlds: list[Fields]) -> None:
+    """Run lists of jobs, each list in a world of its own.
+
+    Raises AssertionError with the output if a job fails.
+    """
+    command = [sys.executable, "-m", "tests.training.universal_worker", model, json.dumps(worlds)]
+    finished = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=500)
+    for jobs in worlds:
+        for job in jobs:
+            assert Path(job["target"], "found.pt").exists(), finished.stdout + finished.stderr
+
+
+def job(folder: Path, part: str, first: int, last: int, layout: Fields) -> Fields:
+    """Return a job that saves its checkpoint in `folder-part`."""
+    place = {"first": first, "last": last, "source": None, "target": f"{folder}-{part}"}
+    return place | layout
+
+
+TP2 = {"ranks": 2, "tp": 2}
+SP2 = {"ranks": 2, "sp": 2}
+AVERAGED = {"lora": True, "average": True}
 
 
 @pytest.mark.parametrize(
-    ("before", "after"),
+    ("kind", "changes"),
     [
-        pytest.param((2, [(3, "fp32")]), (1, [(3, "fp32")]), id="two ranks of ZeRO 3 to one"),
+        pytest.param(
+            "llama",
+            [
+                ({**TP2, "zero": 3, "average": True}, {"ranks": 1, "zero": 3, "average": True}),
+                ({**TP2, "zero": 2, "average": True}, {"ranks": 1, "zero": 1, "average": True}),
+            ],
+            id="one process",
+        ),
         *(
-            pytest.param(before, after, id=name, marks=pytest.mark.verify)
-            for name, before, after in [
-                ("two ranks to one", (2, [(2, "fp32"), (3, "fp32")]),
-                 (1, [(1, "fp32"), (3, "fp32")])),
-                ("one rank to two", (1, [(1, "fp32"), (3, "fp32")]),
-                 (2, [(2, "fp32"), (3, "fp32")])),
-                ("the stage alone", (2, [(1, "fp32"), (2, "fp32")]),
-                 (2, [(2, "fp32"), (1, "fp32")])),
-                ("not cut", (2, [(0, "fp32")]), (1, [(0, "fp32")])),
-                ("bfloat16", (2, [(0, "bf16"), (2, "bf16"), (3, "bf16")]),
-                 (1, [(0, "bf16"), (1, "bf16"), (3, "bf16")])),
-                ("four ranks", (2, [(2, "fp32"), (3, "fp32")]), (4, [(2, "fp32"), (3, "fp32")])),
+            pytest.param(kind, changes, id=name, marks=pytest.mark.verify)
+            for name, kind, changes in [
+                ("two ranks to one", "llama",
+                 [({"ranks": 2, "zero": 2}, {"ranks": 1, "zero": 1}),
+                  ({"ranks": 2, "zero": 3, "average": True},
+                   {"ranks": 1, "zero": 3, "average": True}),
+                  ({"ranks": 2, "zero": 3, "lora": True},
+                   {"ranks": 1, "zero": 3, "lora": True})]),
+                ("one rank to two", "llama",
+                 [({"ranks": 1, "zero": stage}, {"ranks": 2, "zero": max(2, stage)})
+                  for stage in (1, 3)]),
+                ("the stage alone", "llama",
+                 [({"ranks": 2, "zero": 1}, {"ranks": 2, "zero": 2}),
+                  ({"ranks": 2, "zero": 2}, {"ranks": 2, "zero": 1})]),
+                ("not cut", "llama", [({"ranks": 2, "zero": 0}, {"ranks": 1, "zero": 0})]),
+                ("bfloat16", "llama",
+                 [({"ranks": 2, "zero": stage, "dtype": "bf16"},
+                   {"ranks": 1, "zero": min(stage, 1) if stage < 3 else 3, "dtype": "bf16"})
+                  for stage in (0, 2, 3)]),
+                ("four ranks", "llama",
+                 [({"ranks": 2, "zero": stage}, {"ranks": 4, "zero": stage}) for stage in (2, 3)]),
+                ("one rank to tensor parallelism", "qwen3",
+                 [({"ranks": 1, "zero": stage, **more}, {**TP2, "zero": stage, **more})
+                  for stage in (1, 3) for more in ({"average": True}, AVERAGED)]),
+                ("tensor parallelism to data slices", "qwen3",
+                 [({**TP2, "zero": stage, **more}, {"ranks": 2, "zero": stage, **more})
+                  for stage in (2, 3)
+                  for more in ({"average": True}, AVERAGED, {"dtype": "bf16", "average": True})]),
+                ("tensor parallelism to a ring", "qwen3-moe",
+                 [({**TP2, "zero": 2}, {**SP2, "zero": 1})]),
+                ("a ring to tensor parallelism", "gemma3",
+                 [({**SP2, "zero": 2}, {**TP2, "zero": 2})]),
+                ("four ranks of tensor parallelism and data to a ring", "llama",
+                 [({"ranks": 4, "tp": 2, "zero": stage, **more}, {**SP2, "zero": stage, **more})
+                  for stage in (2, 3) for more in ({"average": True}, AVERAGED)]),
+                ("tensor parallelism to more data slices", "llama-odd",
+                 [({**TP2, "zero": stage, "average": True},
+                   {"ranks": 4, "tp": 2, "zero": stage, "average": True}) for stage in (1, 3)]),
+                ("tensor parallelism to itself with rings", "llama",
+                 [({**TP2, "zero": stage}, {"ranks": 4, "tp": 2, "sp": 2, "zero": stage})
+                  for stage in (2, 3)]),
             ]
         ),
     ],
 )  # fmt: skip
-def test_run_resumes_on_a_different_number_of_ranks(
-    before: tuple[int, list[tuple[int, str]]],
-    after: tuple[int, list[tuple[int, str]]],
-    tmp_path: Path,
+def test_run_resumes_in_a_different_layout(
+    kind: str, changes: list[tuple[Fields, Fields]], tmp_path: Path
 ) -> None:
-    model = save_tiny_model(tmp_path / "model")
-    (ranks, layouts), (later_ranks, later) = before, after
-    places = [tmp_path / f"{place} (1+)" for place in range(len(layouts))]
-    run(
-        ranks,
-        model,
-        *(
-            [*layout, 0, HALF, None, f"{place}-half"]
-            for layout, place in zip(layouts, places, strict=True)
-        ),
-        *(
-            [*layout, 0, WHOLE, None, f"{place}-whole"]
-            for layout, place in zip(layouts, places, strict=True)
-        ),
+    model = save_tiny_model(tmp_path / "model", kind)
+    folders = [tmp_path / f"{number} (1+)" for number in range(len(changes))]
+    # DeepSpeed cannot build an engine without tensor parallelism after one with it.
+    worlds: dict[tuple[bool, int, int], list[Fields]] = {}
+    for folder, (before, after) in zip(folders, changes, strict=True):
+        start = worlds.setdefault((False, before["ranks"], before.get("tp", 1)), [])
+        start.append(job(folder, "half", 0, HALF, before))
+        start.append(job(folder, "whole", 0, WHOLE, before))
+        rest = worlds.setdefault((True, after["ranks"], after.get("tp", 1)), [])
+        rest.append(job(folder, "rest", HALF, WHOLE, after) | {"source": f"{folder}-half"})
+    run(model, *(worlds[key] for key in sorted(worlds)))
+    for folder, (before, _) in zip(folders, changes, strict=True):
+        check_resumed(folder, tolerance=4e-3 if before.get("dtype") == "bf16" else 2e-6)
+
+
+def check_resumed(folder: Path, tolerance: float) -> None:
+    """Check that the resumed run ends as the uninterrupted one."""
+    half, whole, rest = (
+        torch.load(f"{folder}-{part}/found.pt") for part in ("half", "whole", "rest")
     )
-    run(
-        later_ranks,
-        model,
-        *(
-            [*layout, HALF, WHOLE, f"{place}-half", f"{place}-rest"]
-            for layout, place in zip(later, places, strict=True)
-        ),
-    )
-    for place, (_, dtype) in zip(places, layouts, strict=True):
-        tolerance = 2e-6 if dtype == "fp32" else 4e-3
-        rates, norms = json.loads(Path(f"{place}-whole/found.json").read_text())
-        rest_rates, rest_norms = json.loads(Path(f"{place}-rest/found.json").read_text())
-        assert rest_rates == pytest.approx(rates[HALF:], rel=1e-12) and len(set(rates)) == WHOLE
-        assert rest_norms == pytest.approx(norms[HALF:], rel=tolerance * 10)
-        whole, half, rest = (
-            torch.load(f"{place}-{part}/weights.pt") for part in ("whole", "half", "rest")
-        )
-        assert set(rest) == set(whole)
-        for name, weight in whole.items():
-            assert (rest[name] - weight).abs().max() < tolerance, name
-        assert max(float((half[name] - whole[name]).abs().max()) for name in whole) > 8 * tolerance
-        assert sorted(path.name for path in Path(f"{place}-half").iterdir() if path.is_dir()) == [
-            "saved"
-        ]
+    assert rest["rates"] == pytest.approx(whole["rates"][HALF:], rel=1e-12)
+    assert len(set(whole["rates"])) == WHOLE
+    assert rest["norms"] == pytest.approx(whole["norms"][HALF:], rel=tolerance * 10)
+    for kind in {"weights", "average"} & set(whole):
+        assert set(rest[kind]) == set(whole[kind])
+        moved = 0.0
+        for name, weight in whole[kind].items():
+            assert (rest[kind][name] - weight).abs().max() < tolerance, name
+            moved = max(moved, float((half[kind][name] - weight).abs().max()))
+        assert moved > 8 * tolerance
+    folders = [path.name for path in Path(f"{folder}-half").iterdir() if path.is_dir()]
+    assert folders == ["saved"]
 
 
 @pytest.mark.verify
 def test_error_names_the_checkpoint_that_cannot_be_converted(tmp_path: Path) -> None:
     model = save_tiny_model(tmp_path / "model")
-    run(2, model, [2, "fp32", 0, 1, None, str(tmp_path / "first")])
+    run(model, [job(tmp_path / "run", "first", 0, 1, {"ranks": 2})])
     damaged = tmp_path / "damaged"
-    shutil.copytree(tmp_path / "first", damaged)
+    shutil.copytree(tmp_path / "run-first", damaged)
     for file in damaged.glob("saved/*_optim_states.pt"):
         file.write_bytes(b"")
+    second = job(tmp_path / "run", "second", 1, 2, {"source": str(damaged)})
     with pytest.raises(
         AssertionError,
         match=r"saved in .*damaged .*\(--ds.use_universal_ckpt\)",
     ):
-        run(1, model, [2, "fp32", 1, 2, str(damaged), str(tmp_path / "second")])
+        run(model, [second])
 
 
 def checkpoint(**engines: EngineLayout) -> Checkpoint:
@@ -122,18 +172,30 @@ def checkpoint(**engines: EngineLayout) -> Checkpoint:
          r"was .*ZeRO stage 2 .*, now .*ZeRO stage 3 .*\n.*--ds\.use_universal_ckpt"),
         ({"world_size": 4, "zero_stage": 0}, True, "ZeRO stage 0"),
         ({"world_size": 4, "zero_stage": 2, "param_dtype": "fp32"}, True, "in fp32"),
+        ({"world_size": 2, "zero_stage": 2, "tensor_parallel_size": 2}, False,
+         "--ds.use_universal_ckpt"),
+        ({"world_size": 4, "zero_stage": 1, "tensor_parallel_size": 2}, True, None),
     ],
 )  # fmt: skip
 def test_unconvertible_checkpoint_is_rejected_with_both_layouts(
     now: dict[str, Any], converts: bool, refused: str | None
 ) -> None:
-    then = checkpoint(_actor=EngineLayout(world_size=2, zero_stage=2))
-
-    def check() -> None:
-        run = RunState(step=0, engines={"_actor": EngineLayout(**now)}, identity={"seed": 1})
-        then.check_continued_by(run, layout="layout", converts=converts)
-
+    then = EngineLayout(world_size=2, zero_stage=2)
     if not refused:
-        return check()
+        return check_layout(then, EngineLayout(**now), converts)
     with pytest.raises(CheckpointError, match=refused):
-        check()
+        check_layout(then, EngineLayout(**now), converts)
+
+
+def check_layout(then: EngineLayout, now: EngineLayout, converts: bool) -> None:
+    """Raise CheckpointError if a run cannot continue a checkpoint from another layout."""
+    run = RunState(step=0, engines={"_actor": now}, identity={"seed": 1})
+    checkpoint(_actor=then).check_continued_by(run, layout="layout", converts=converts)
+
+
+def test_tensor_parallel_size_of_zero_0_cannot_be_converted() -> None:
+    then, now = (
+        EngineLayout(world_size=2, tensor_parallel_size=size, zero_stage=0) for size in (1, 2)
+    )
+    with pytest.raises(CheckpointError, match=r"tensor parallel size 1, now .*size 2"):
+        check_layout(then, now, converts=True)

@@ -1,21 +1,30 @@
-"""A rank of the universal-checkpoint tests, which trains a tiny model for a few steps."""
+"""Training runs of the universal-checkpoint tests: a few steps of a tiny model in some layouts.
+
+The ranks are forked from a process that has imported the libraries.
+"""
 
 from __future__ import annotations
 
 import json
 import sys
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
 
-from openrlhf.config.machine import world_size
-from openrlhf.config.shared import AdamConfig, DeepSpeedConfig, OptimizerConfig
+from openrlhf.config.shared import AdamConfig, DeepSpeedConfig, LoraConfig, OptimizerConfig
 from openrlhf.core.batches import TokenRows
-from openrlhf.training.gathered import full_parameters
+from openrlhf.models.loading import load_causal_lm
+from openrlhf.models.policy import PolicyModel
+from openrlhf.training.averaging import WeightAverage
+from openrlhf.training.engine import TrainEngine
+from openrlhf.training.gathered import exported_parameters, full_parameters
 from openrlhf.training.layout import RankLayout
 from openrlhf.training.strategy import Strategy
-from tests.training.window_worker import batch, new_engine
+from tests.loading import load_spec
+from tests.ranks import fork_ranks
+from tests.training.window_worker import batch
 
 # A large epsilon makes AdamW nearly linear in the gradient, so that weights can be compared as
 # tightly as gradients.
@@ -26,20 +35,64 @@ OPTIMIZER = OptimizerConfig(
     max_norm=0.5,
 )
 TOTAL_STEPS = 8
+BUCKET_BYTES = 1 << 16
 
 
-def train(
-    strategy: Strategy, model: str, steps: range, source: Path | None, target: Path
-) -> tuple[list[float], list[float]]:
-    """Train from the checkpoint `source`, or from scratch, and save to `target`.
+@dataclass(frozen=True, kw_only=True)
+class Job:
+    """A run in one layout of ranks, from scratch or from the checkpoint in `source`."""
 
-    Returns the learning rate and gradient norm of each step.
+    first: int  # number of steps before the run
+    last: int  # number of steps after the run
+    source: str | None
+    target: str
+    ranks: int = 1
+    zero: int = 2
+    dtype: str = "fp32"
+    sp: int = 1
+    tp: int = 1
+    lora: bool = False
+    average: bool = False  # average the weights (EMA)
+
+    @property
+    def ds(self) -> DeepSpeedConfig:
+        """The DeepSpeed settings."""
+        return DeepSpeedConfig(
+            zero_stage=self.zero,
+            param_dtype=self.dtype,
+            packing_samples=True,
+            use_universal_ckpt=True,
+            ring_attn_size=self.sp,
+            tensor_parallel_size=self.tp,
+            lora=LoraConfig(rank=4, alpha=8) if self.lora else LoraConfig(),
+        )
+
+
+def new_engine(strategy: Strategy, model: str, job: Job) -> TrainEngine:
+    """Return the engine of a job."""
+    lora = strategy.config.lora
+    spec = load_spec(path=model, param_dtype=job.dtype, packing=True, lora=lora, seed=5)
+    engine = TrainEngine(
+        strategy,
+        lambda: PolicyModel(load_causal_lm(spec), packing=True),
+        OPTIMIZER,
+        total_steps=TOTAL_STEPS,
+    )
+    if job.average:
+        engine.average = WeightAverage(engine.module, strategy, 0.5)
+    return engine
+
+
+def train(strategy: Strategy, model: str, job: Job) -> dict[str, Any]:
+    """Run a job and save its checkpoint.
+
+    Returns the learning rates, the gradient norms, and the final and averaged weights.
     """
-    engine = new_engine(strategy, model, OPTIMIZER, packing=True, total_steps=TOTAL_STEPS)
-    if source:
-        engine.load(str(source), "saved")
-    rates, norms = [], []
-    for step in steps:
+    engine = new_engine(strategy, model, job)
+    if job.source:
+        engine.load(job.source, "saved")
+    found: dict[str, Any] = {"rates": [], "norms": []}
+    for step in range(job.first, job.last):
         rows = batch(step)
         mine = rows.select(list(range(strategy.dp_rank, rows.num_samples, strategy.dp_size)))
 
@@ -51,34 +104,45 @@ def train(
         result = engine.optimize(
             [mine], counts=lambda micro: {"tokens": float(micro.loss_mask.sum())}, loss=loss
         )
-        rates.append(result.lr)
-        norms.append(result.grad_norm)
-    engine.save(str(target), "saved")
-    files = [file.stat().st_size for file in (target / "saved").glob("*_states.pt")]
-    assert 0.9 < sum(files) / engine.checkpoint_bytes < 1.2, (files, engine.checkpoint_bytes)
-    weights = {
-        name: t.float().clone() for bucket in full_parameters(engine, 1 << 16) for name, t in bucket
-    }
-    if strategy.is_main:
-        torch.save(weights, target / "weights.pt")
-    return rates, norms
+        found["rates"].append(result.lr)
+        found["norms"].append(result.grad_norm)
+    engine.save(job.target, "saved")
+    files = [file.stat().st_size for file in Path(job.target, "saved").glob("*_states.pt")]
+    if job.tp == 1 and job.ranks <= 2 and not job.lora:
+        assert 0.9 < sum(files) / engine.checkpoint_bytes < 1.2, (files, engine.checkpoint_bytes)
+    found["weights"] = copied(full_parameters(engine, BUCKET_BYTES))
+    if job.average:
+        with engine.averaged():
+            found["average"] = copied(exported_parameters(engine, BUCKET_BYTES))
+    return found
+
+
+def copied(buckets: Any) -> dict[str, torch.Tensor]:
+    """Return float32 copies of gathered weights. Collective."""
+    return {name: tensor.float().clone() for bucket in buckets for name, tensor in bucket}
+
+
+def run(jobs: list[Job], model: str) -> None:
+    """Run the jobs as one rank."""
+    for job in jobs:
+        layout = RankLayout.from_flags(job.ds, processes=job.ranks)
+        strategy = Strategy(job.ds, layout, seed=0)
+        found = train(strategy, model, job)
+        if strategy.is_main:
+            torch.save(found, Path(job.target, "found.pt"))
+    torch.distributed.barrier()
 
 
 def main() -> None:
-    """Run all training jobs. Command-line arguments: model folder, then the jobs as JSON.
+    """Run lists of jobs, one list after another.
 
-    A job lists its ZeRO stage, dtype, first and last step, source folder, and target folder.
+    Command-line arguments: model folder, then the lists as JSON. The jobs in a list use the same
+    ranks.
     """
-    model, runs = sys.argv[1], json.loads(sys.argv[2])
-    for stage, dtype, first, last, source, target in runs:
-        config = DeepSpeedConfig(zero_stage=stage, param_dtype=dtype, use_universal_ckpt=True)
-        strategy = Strategy(config, RankLayout.from_flags(config, processes=world_size()), seed=0)
-        found = train(
-            strategy, model, range(first, last), Path(source) if source else None, Path(target)
-        )
-        if strategy.is_main:
-            Path(target, "found.json").write_text(json.dumps(found))
-    torch.distributed.barrier()
+    torch.set_num_threads(1)
+    for fields in json.loads(sys.argv[2]):
+        jobs = [Job(**job) for job in fields]
+        fork_ranks(jobs[0].ranks, run, jobs, sys.argv[1])
 
 
 if __name__ == "__main__":

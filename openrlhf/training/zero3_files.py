@@ -1,0 +1,116 @@
+"""Whole tensors from the files of a ZeRO 3 checkpoint, which has a shard of each weight per rank.
+
+DeepSpeed's converter expects every weight to be sharded over the data slices. With tensor
+parallelism, that holds for the weights that it splits; the other weights are sharded over all
+ranks.
+"""
+
+import math
+import re
+import shutil
+from collections import ChainMap
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+STATES = ("fp32", "exp_avg", "exp_avg_sq")  # DeepSpeed's names: masters and AdamW's moments
+PLACE = re.compile(r"zero_pp_rank_(\d+)_mp_rank_(\d+)_optim_states")
+
+
+class Zero3Files:
+    """The files of a ZeRO 3 checkpoint."""
+
+    def __init__(self, folder: Path) -> None:
+        """Read the shapes of the weights, and map the files with the states."""
+        self.folder = folder
+        by_place: dict[tuple[int, int], Path] = {}
+        for file in folder.glob("*_optim_states.pt"):
+            data_rank, split_rank = map(int, PLACE.findall(file.name)[0])
+            by_place[data_rank, split_rank] = file
+        self.files = [file for _, file in sorted(by_place.items())]  # in the order of ranks
+        _, last_split_rank = max(by_place)
+        self.tp = last_split_rank + 1
+        # For each tensor-parallel rank and group of parameters: the shapes of its parts, by name.
+        self.groups: list[list[dict[str, Any]]] = []
+        self.shapes: list[dict[str, Any]] = []
+        plan: dict[str, list[str]] = {}
+        for split_rank in range(self.tp):
+            model = _read(folder / f"zero_pp_rank_0_mp_rank_{split_rank:02d}_model_states.pt")
+            self.groups.append(model["param_shapes"])
+            self.shapes.append(dict(ChainMap(*model["param_shapes"])))
+            plan = model.get("universal_checkpoint_info") or {}
+        self.is_row = _matcher(plan.get("parameter_with_row_parallelism_patterns", []))
+        self.is_replicated = _matcher(plan.get("tp_replicated_parameter_patterns", []))
+
+    def whole(self, name: str, shards: Sequence[Tensor]) -> Tensor:
+        """Return a weight-shaped tensor, given the flat shards of all ranks, in order."""
+        if self.tp == 1 or self.is_replicated(name):
+            shape = self.shapes[0][name]
+            if math.ceil(math.prod(shape) / len(shards)) < len(shards[0]):
+                shards = shards[:: self.tp]  # sharded over the data slices
+            return _joined(shards, shape)
+        parts: list[Tensor] = []
+        for split_rank in range(self.tp):
+            parts.append(_joined(shards[split_rank :: self.tp], self.shapes[split_rank][name]))
+        dimension = 1 if self.is_row(name) else 0
+        return torch.cat(parts, dimension)
+
+    def states(self, key: str) -> Iterator[tuple[str, Tensor]]:
+        """Yield the name of each trained weight, and one of its `STATES` as a whole tensor."""
+        optimizers = [_read(file)["optimizer_state_dict"] for file in self.files]
+        for number in range(len(self.groups[0])):
+            flats: list[Tensor] = []
+            for optimizer in optimizers:
+                if key == "fp32":
+                    flats.append(optimizer["fp32_flat_groups"][number])
+                else:
+                    flats.append(optimizer["optimizer_state_dict"]["state"][number][key])
+            yield from self._of_group(number, flats)
+
+    def _of_group(self, number: int, flats: list[Tensor]) -> Iterator[tuple[str, Tensor]]:
+        """Yield the whole tensors of a group, in which all weights are sharded alike."""
+        shards_per_weight = len(flats) // self.tp
+        needed = 0
+        for shape in self.groups[0][number].values():
+            needed += math.ceil(math.prod(shape) / shards_per_weight)
+        if needed > len(flats[0]):
+            shards_per_weight = len(flats)
+        starts = [0] * len(flats)
+        for name in self.groups[0][number]:
+            shards: list[Tensor] = []
+            for rank, flat in enumerate(flats):
+                shape = self.groups[rank % self.tp][number][name]
+                size = math.ceil(math.prod(shape) / shards_per_weight)
+                shards.append(flat[starts[rank] : starts[rank] + size])
+                starts[rank] += size
+            yield name, self.whole(name, shards)
+
+    def write_universal(self, target: Path) -> None:
+        """Write the checkpoint in DeepSpeed's universal format to the folder `target`."""
+        for key in STATES:
+            for name, whole in self.states(key):
+                file = target / "zero" / name / f"{key}.pt"
+                file.parent.mkdir(parents=True, exist_ok=True)
+                torch.save({"param": whole}, file)
+        common = _read(self.files[0])["optimizer_state_dict"]
+        del common["fp32_flat_groups"]
+        torch.save(common, target / "zero" / "optimizer_state.pt")
+        for file in self.folder.glob("*_model_states.pt"):
+            shutil.copy(file, target)
+
+
+def _matcher(patterns: Sequence[str]) -> Callable[[str], object]:
+    """Return a function that returns whether a name matches one of the patterns."""
+    return re.compile("|".join(patterns) or "(?!)").match
+
+
+def _joined(shards: Sequence[Tensor], shape: Sequence[int]) -> Tensor:
+    """Return a tensor without the padding of its last shards."""
+    return torch.cat(list(shards))[: math.prod(shape)].view(tuple(shape))
+
+
+def _read(file: Path) -> Any:
+    return torch.load(file, map_location="cpu", weights_only=False, mmap=True)
