@@ -1,31 +1,49 @@
-"""A benchmark of one SFT step on a long sequence that is split over a ring of ranks.
+"""A benchmark of one training step on long sequences that are split over a ring of ranks.
 
-`python -m benchmarks.long_context` trains a model with 2 million parameters on one sequence of
-32,768 tokens with 1, 2 and 4 ranks. It prints the loss, the gradient norm, how far a rank's peak
-memory exceeds its memory before the step, and the duration in seconds.
+`python -m benchmarks.long_context` trains a model with 2 million parameters on sequences of 32,768
+tokens with 1, 2 and 4 ranks. It prints the loss, the gradient norm, how far a rank's peak memory
+exceeds its memory before the step, and the duration in seconds.
+
+With `--task sft`, the step trains on one sequence. With `--task grpo`, the policy worker takes a
+step of GRPO on a group of two recorded episodes, and the reference model scores them first. The
+episodes are random tokens, because a CPU would take hours to generate them.
 """
 
 import argparse
 import multiprocessing
 import resource
 import time
+from collections.abc import Callable
+from dataclasses import replace
 from multiprocessing.connection import Connection
+from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import NamedTuple
 
 import torch
 from transformers import AutoModelForCausalLM, LlamaConfig
 
 from openrlhf.algorithms.supervised_losses import token_nll
-from openrlhf.config.shared import DeepSpeedConfig, OptimizerConfig
-from openrlhf.core.batches import TokenRows, offsets_of
-from openrlhf.models.packed_attention import NAME
+from openrlhf.config.options import parse_config
+from openrlhf.config.ppo import PPOConfig
+from openrlhf.config.shared import DeepSpeedConfig, LoadingConfig, OptimizerConfig
+from openrlhf.core.batches import Experience, TokenRows, offsets_of
+from openrlhf.core.trajectory import Prompt, StopReason, Trajectory
+from openrlhf.launch import settings
+from openrlhf.models.loading import LoadSpec
 from openrlhf.models.policy import PolicyModel
+from openrlhf.observability.metrics import values
+from openrlhf.trainers.experience_maker import ExperienceMaker
 from openrlhf.training.engine import TrainEngine
 from openrlhf.training.layout import RankLayout
 from openrlhf.training.strategy import Strategy
+from openrlhf.workers.base import RoleSettings
+from openrlhf.workers.frozen import ReferenceWorker
+from openrlhf.workers.policy import PolicyUpdate, PolicyWorker
 from tests.ranks import fork_ranks
 
 VOCABULARY = 2048
+PROMPT_TOKENS = 1024
 MIB = 2**20
 
 
@@ -38,8 +56,8 @@ class Step(NamedTuple):
     seconds: float
 
 
-def make_model() -> PolicyModel:
-    """Return a random model with 2 million parameters, which is the same in every process."""
+def save_model(path: Path) -> None:
+    """Save a random model with 2 million parameters."""
     torch.manual_seed(0)
     config = LlamaConfig(
         vocab_size=VOCABULARY,
@@ -50,8 +68,7 @@ def make_model() -> PolicyModel:
         num_key_value_heads=4,
         max_position_embeddings=1 << 17,
     )
-    hf = AutoModelForCausalLM.from_config(config, attn_implementation=NAME)
-    return PolicyModel(hf, packing=True)
+    AutoModelForCausalLM.from_config(config).save_pretrained(path)
 
 
 def resident_peak() -> float:
@@ -59,13 +76,23 @@ def resident_peak() -> float:
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024 / MIB
 
 
-def train(ranks: int, tokens: int, results: Connection) -> None:
-    """Take one step as one rank. Rank 0 sends its result."""
+def strategy_of(ds: DeepSpeedConfig, ranks: int) -> Strategy:
+    """Return this rank's strategy for a ring of all ranks."""
+    return Strategy(ds, RankLayout.from_flags(ds, processes=ranks), seed=0)
+
+
+def sft_step(ranks: int, tokens: int, model: str) -> Callable[[], tuple[float, float]]:
+    """Return a function that takes an SFT step, and returns its loss and gradient norm."""
+    loading = LoadingConfig(param_dtype="fp32", packing_samples=True, attn_implementation="sdpa")
     ds = DeepSpeedConfig(
         zero_stage=2, param_dtype="fp32", packing_samples=True, ring_attn_size=ranks
     )
-    strategy = Strategy(ds, RankLayout.from_flags(ds, processes=ranks), seed=0)
-    engine = TrainEngine(strategy, make_model, OptimizerConfig(max_norm=0.0), total_steps=2)
+    engine = TrainEngine(
+        strategy_of(ds, ranks),
+        lambda: PolicyModel.load(LoadSpec(path=model, ds=loading)),
+        OptimizerConfig(max_norm=0.0),
+        total_steps=2,
+    )
     drawn = torch.randint(0, VOCABULARY, (tokens,), generator=torch.Generator().manual_seed(1))
     targets = torch.ones(tokens, dtype=torch.bool)
     targets[0] = False
@@ -78,35 +105,105 @@ def train(ranks: int, tokens: int, results: Connection) -> None:
         losses.append(float(summed.detach()) / totals["tokens"])
         return summed / totals["tokens"], {}
 
+    def step() -> tuple[float, float]:
+        result = engine.optimize(
+            [row],
+            counts=lambda micro: {"tokens": float(micro.loss_mask.sum())},
+            loss=loss,  # pyright: ignore[reportArgumentType]
+        )
+        return losses[0], result.grad_norm
+
+    return step
+
+
+def recorded_group(tokens: int) -> Experience:
+    """Return two episodes of `tokens` tokens with the same prompt, one of which is rewarded."""
+    generator = torch.Generator().manual_seed(1)
+    prompt = torch.randint(0, VOCABULARY, (PROMPT_TOKENS,), generator=generator).tolist()
+    length = tokens - PROMPT_TOKENS
+    episodes: list[Trajectory] = []
+    for number, reward in enumerate((1.0, 0.0)):
+        response = torch.randint(0, VOCABULARY, (length,), generator=generator).tolist()
+        episodes.append(
+            Trajectory(
+                tokens=prompt + response,
+                action_mask=[False] * PROMPT_TOKENS + [True] * length,
+                rollout_logprobs=[0.0] * tokens,
+                prompt=Prompt(index=0, text="", tokens=prompt),
+                sample_index=number,
+                stop_reason=StopReason.STOP,
+                reward=reward,
+            )
+        )
+    return Experience.from_trajectories(episodes)
+
+
+def grpo_step(ranks: int, tokens: int, model: str) -> Callable[[], tuple[float, float]]:
+    """Return a function that takes a GRPO step, and returns its loss and gradient norm."""
+    flags = (
+        f"--actor.model_name_or_path {model} --data.prompt_dataset recorded --reward.remote_url "
+        f"{__file__} --algo.advantage.estimator group_norm --rollout.n_samples_per_prompt 2 "
+        f"--rollout.batch_size 1 --train.batch_size 2 --train.micro_batch_size 1 "
+        f"--rollout.micro_batch_size 1 --data.max_len {tokens} --ds.param_dtype fp32 "
+        f"--algo.kl.use_loss --algo.kl.estimator k2 --ds.packing_samples "
+        f"--actor.num_gpus_per_node {ranks} --ref.num_gpus_per_node {ranks} "
+        f"--ds.ring_attn_size {ranks} --actor.max_norm 0"
+    )
+    config = parse_config(PPOConfig, flags.split(), command="train_ppo_ray")
+    strategy = strategy_of(config.ds, ranks)
+    policy = PolicyWorker(strategy, settings.trained_settings(config, model, 2))
+    reference = ReferenceWorker(
+        strategy, RoleSettings(config=config, load=settings.load_spec(config, model))
+    )
+    recorded = recorded_group(tokens)
+    # The behavior policy of the recorded episodes is a uniform distribution.
+    uniform = -torch.full((recorded.num_tokens,), float(VOCABULARY)).log()
+    recorded = replace(recorded, rollout_logprobs=uniform, old_logprobs=uniform)
+
+    def step() -> tuple[float, float]:
+        scored = replace(recorded, ref_logprobs=reference.logprobs(recorded.targets()))
+        experience, _ = ExperienceMaker(config).credit(scored)
+        job = PolicyUpdate(experience=experience, steps=[[0, 1]], kl_coef=0.1, version=1)
+        metrics = values(policy.update(job))
+        return metrics["train/policy_loss"], metrics["train/actor_grad_norm"]
+
+    return step
+
+
+STEPS = {"sft": sft_step, "grpo": grpo_step}
+
+
+def train(task: str, ranks: int, tokens: int, model: str, results: Connection) -> None:
+    """Take one step as one rank. Rank 0 sends its result."""
+    step = STEPS[task](ranks, tokens, model)
     before = resident_peak()
     start = time.monotonic()
-    result = engine.optimize(
-        [row],
-        counts=lambda micro: {"tokens": float(micro.loss_mask.sum())},
-        loss=loss,  # pyright: ignore[reportArgumentType]
-    )
-    if strategy.is_main:
-        results.send(
-            Step(losses[0], result.grad_norm, resident_peak() - before, time.monotonic() - start)
-        )
+    loss, grad_norm = step()
+    found = Step(loss, grad_norm, resident_peak() - before, time.monotonic() - start)
+    if torch.distributed.get_rank() == 0:
+        results.send(found)
 
 
 def main() -> None:
     """Run the benchmark, and print a row for each number of ranks."""
     parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--task", choices=sorted(STEPS), default="sft")
     parser.add_argument("--tokens", type=int, default=32768)
     parser.add_argument("--ranks", type=int, nargs="+", default=[1, 2, 4])
     options = parser.parse_args()
     torch.set_num_threads(1)
     print("ranks | loss | gradient norm | peak memory of a rank (MiB) | seconds")
-    for ranks in options.ranks:
-        receiving, sending = multiprocessing.Pipe(duplex=False)
-        fork_ranks(ranks, train, ranks, options.tokens, sending)
-        step: Step = receiving.recv()
-        print(
-            f"{ranks} | {step.loss:.6f} | {step.grad_norm:.6f} | {step.peak_mib:.0f} | "
-            f"{step.seconds:.1f}"
-        )
+    with TemporaryDirectory() as folder:
+        save_model(Path(folder))
+        for ranks in options.ranks:
+            receiving, sending = multiprocessing.Pipe(duplex=False)
+            fork_ranks(ranks, train, options.task, ranks, options.tokens, folder, sending)
+            step: Step = receiving.recv()
+            print(
+                f"{ranks} | {step.loss:.6f} | {step.grad_norm:.6f} | {step.peak_mib:.0f} | "
+                f"{step.seconds:.1f}",
+                flush=True,
+            )
 
 
 if __name__ == "__main__":
