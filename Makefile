@@ -2,7 +2,9 @@
 # make test            format, lint, types and tests; what CI runs
 # make verify          the long tests: packaging, learning curves, fault matrices
 #                      SHARD=2/6 runs one part of six; started again, it leaves out what has passed
-# make test-gpu        checks on one or two GPUs in at most 8 minutes; writes gpu.json
+# make test-gpu        checks on one or two GPUs in at most 5 minutes; writes gpu.json
+# make gpu-trial       plans and rehearses 15 minutes on a GPU machine without a network, here
+#                      WHEELS=folder DATA=folder, and TRIAL="--minutes 15 --per-command 10 --copy-mib 64"
 # make bench           CPU seconds per step of this project and of TRL, side by side
 # make setup | lint | format | docs | compile | clean
 #
@@ -31,7 +33,7 @@ endif
 export UV_COMPILE_BYTECODE := 1
 export PYRIGHT_PYTHON_IGNORE_WARNINGS := 1
 
-.PHONY: demo test test-gpu verify bench lint format docs compile clean setup
+.PHONY: demo test test-gpu gpu-trial verify bench lint format docs compile clean setup
 
 demo: $(STAMP)
 	$(BIN)/python examples/demo/run.py --seed $(SEED)
@@ -43,6 +45,9 @@ test: lint
 
 test-gpu: $(STAMP)
 	$(BIN)/python -m tests.gpu.run
+
+gpu-trial: $(STAMP)
+	$(BIN)/python -m tests.gpu.trial $(TRIAL) $(if $(WHEELS),--wheels $(WHEELS)) $(if $(DATA),--data $(DATA))
 
 verify: $(STAMP)
 	$(BIN)/python -m pytest -m verify --durations=0 $(if $(SHARD),--shard $(SHARD))

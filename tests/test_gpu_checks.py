@@ -6,7 +6,7 @@ import json
 import re
 from pathlib import Path
 
-from tests.gpu.run import CHECKS, FOLDER, run
+from tests.gpu.run import CHECKS, FOLDER, MORE, run
 
 FILE = """
 import os, time
@@ -59,9 +59,19 @@ def test_checks_are_listed_but_not_run_without_time(tmp_path: Path) -> None:
     }
 
 
+def test_further_checks_run_only_if_their_whole_time_limit_is_left(tmp_path: Path) -> None:
+    file, output = tmp_path / "test_it.py", tmp_path / "seen.json"
+    file.write_text("def test_passes(): pass\ndef test_fails(): raise AssertionError\n")
+    passes, fails = (f"{file}::test_passes",), (f"{file}::test_fails",)
+    assert run({passes: 60}, output, minutes=1, more={fails: 100})
+    outcomes = [each["outcome"] for each in json.loads(output.read_text())["checks"].values()]
+    assert outcomes == ["passed", "no time left"]
+    assert not run({passes: 60}, output, minutes=2, more={fails: 30})
+
+
 def test_every_check_is_run() -> None:
     files = {path.name: path.read_text() for path in Path(FOLDER).glob("test_*.py")}
-    listed = {node for nodes in CHECKS for node in nodes}
+    listed = {node for nodes in CHECKS | MORE for node in nodes}
     for name, text in files.items():
         for test in re.findall(r"^def (test_\w+)", text, re.MULTILINE):
             assert name in listed or f"{name}::{test}" in listed, f"{name}::{test}"

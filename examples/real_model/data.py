@@ -3,7 +3,7 @@
     .venv/bin/python examples/real_model/data.py SOURCE data --model models/smollm2-135m-instruct
 
 SOURCE contains gsm8k/train.jsonl and hh-rlhf/harmless-base-test.jsonl.gz, as published. The output
-is written to data/gsm8k and data/pairs.
+is written to data/gsm8k and data/pairs. With --only gsm8k, the other file is not needed.
 """
 
 from __future__ import annotations
@@ -21,6 +21,7 @@ from transformers import AutoTokenizer
 
 LONGEST = 128  # maximum number of tokens in a text
 SOLUTIONS, HELD_OUT_SOLUTIONS = 640, 96
+FORM = "Solve this step by step. End with a line of the form: #### NUMBER"
 PAIRS, HELD_OUT_PAIRS = 720, 200
 SPEAKERS = {"Human": "user", "Assistant": "assistant"}
 
@@ -40,6 +41,16 @@ def solutions(path: Path, count: Count) -> list[Row]:
         if count(problem["question"] + answer) <= LONGEST:
             rows.append({"question": problem["question"], "answer": answer})
     return rows
+
+
+def question(row: Row) -> Row:
+    """Return the prompt for reinforcement learning, with the solution as its label."""
+    content = f"{row['question']}\n{FORM}"
+    return {
+        "input": [{"role": "user", "content": content}],
+        "answer": row["answer"],
+        "datasource": "gsm8k",
+    }
 
 
 def pairs(path: Path, count: Count) -> list[Row]:
@@ -76,10 +87,11 @@ def write(path: Path, rows: list[Row]) -> None:
     path.write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
 
 
-def make_data(source: Path, folder: Path, model: Path, *, seed: int) -> None:
+def make_data(source: Path, folder: Path, model: Path, *, seed: int, only: str = "") -> None:
     """Write training and held-out rows in an order that depends on `seed`.
 
-    The prompts of the preference pairs are also written to separate files.
+    The prompts of the preference pairs are also written to separate files. `only` is "gsm8k" to
+    write the problems alone.
     """
     tokenizer = AutoTokenizer.from_pretrained(model)
 
@@ -89,18 +101,19 @@ def make_data(source: Path, folder: Path, model: Path, *, seed: int) -> None:
     order = random.Random(seed)
     problems = solutions(source / "gsm8k" / "train.jsonl", count)
     order.shuffle(problems)
-    write(folder / "gsm8k" / "held_out.jsonl", problems[:HELD_OUT_SOLUTIONS])
-    write(
-        folder / "gsm8k" / "train.jsonl",
-        problems[HELD_OUT_SOLUTIONS : HELD_OUT_SOLUTIONS + SOLUTIONS],
-    )
+    held_out = problems[:HELD_OUT_SOLUTIONS]
+    trained = problems[HELD_OUT_SOLUTIONS : HELD_OUT_SOLUTIONS + SOLUTIONS]
+    write(folder / "gsm8k" / "held_out.jsonl", held_out)
+    write(folder / "gsm8k" / "train.jsonl", trained)
+    write(folder / "gsm8k" / "held_out_prompts.jsonl", [question(row) for row in held_out])
+    write(folder / "gsm8k" / "prompts.jsonl", [question(row) for row in trained])
+    if only == "gsm8k":
+        return
 
     preferences = pairs(source / "hh-rlhf" / "harmless-base-test.jsonl.gz", count)
     order.shuffle(preferences)
-    held_out, trained = (
-        preferences[:HELD_OUT_PAIRS],
-        preferences[HELD_OUT_PAIRS : HELD_OUT_PAIRS + PAIRS],
-    )
+    held_out = preferences[:HELD_OUT_PAIRS]
+    trained = preferences[HELD_OUT_PAIRS : HELD_OUT_PAIRS + PAIRS]
     write(folder / "pairs" / "held_out.jsonl", held_out)
     write(folder / "pairs" / "train.jsonl", trained)
     write(
@@ -118,5 +131,6 @@ if __name__ == "__main__":
     parser.add_argument("folder", type=Path)
     parser.add_argument("--model", type=Path, required=True, help="whose tokens are counted")
     parser.add_argument("--seed", type=int, default=1)
+    parser.add_argument("--only", choices=["gsm8k"], default="")
     options = parser.parse_args()
-    make_data(options.source, options.folder, options.model, seed=options.seed)
+    make_data(options.source, options.folder, options.model, seed=options.seed, only=options.only)

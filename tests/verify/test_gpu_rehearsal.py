@@ -10,12 +10,13 @@ from pathlib import Path
 import pytest
 
 pytestmark = pytest.mark.verify
+OPTIONS = ("--rehearse", "--minutes", "30")  # enough for every check on two cores
 
 
 def test_all_gpu_checks_that_can_run_on_a_cpu_pass(tmp_path: Path) -> None:
     output = tmp_path / "seen.json"
     subprocess.run(
-        [sys.executable, "-m", "tests.gpu.run", "--rehearse", "--output", str(output)], check=False
+        [sys.executable, "-m", "tests.gpu.run", *OPTIONS, "--output", str(output)], check=False
     )
     outcomes = {
         node.split("::")[1]: seen["outcome"]
