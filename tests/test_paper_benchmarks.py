@@ -68,9 +68,9 @@ def test_our_configuration_is_accepted_on_the_machine_of_the_comparison(
 ) -> None:
     case = a_case(*words)
     gpu_machine(case.gpus, flash_attention=False)
-    for name in ("data/prompts.jsonl", "models/reward/config.json"):
-        (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
-        (tmp_path / name).touch()
+    for path in (case.data(tmp_path) / "prompts.jsonl", tmp_path / "models/reward/config.json"):
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.touch()
     monkeypatch.chdir(ROOT)
     words = our_command(case, tmp_path, tmp_path / "run")[3:]
     config = parse_config(ROOTS["train_ppo_ray"], words, command="train_ppo_ray")
@@ -80,15 +80,15 @@ def test_our_configuration_is_accepted_on_the_machine_of_the_comparison(
     assert config.actor.num_gpus_per_node == config.vllm.num_engines == case.gpus
 
 
-def workspace(folder: Path, name: str) -> dict[str, object]:
+def workspace(folder: Path, case: Case) -> dict[str, object]:
     """Write a tiny model and prompts; return the flags that put them in place of the real ones."""
     model = Path(save_tiny_model(folder / "tiny", chat_template=TEMPLATE))
     rows = [{"prompt": "What is 1+1?", "answer": "2"}] * 1024
-    if name != "ppo":
+    if case.name != "ppo":
         for row in rows:
             row["prompt"] = [{"role": "user", "content": row["prompt"]}]  # type: ignore[assignment]
-    data.write_json_lines(folder / "data/prompts.jsonl", rows)
-    if name == "ppo":
+    data.write_json_lines(case.data(folder) / "prompts.jsonl", rows)
+    if case.name == "ppo":
         save_reward_model(folder / "models/reward", model)
     return {"actor.model_name_or_path": model}
 
@@ -101,7 +101,7 @@ def test_dry_run_of_our_side_plans_the_paper_s_machine(name: str, tmp_path: Path
     """The dry run loads a tiny model and the rows, and calls the reward."""
     case = a_case(name, "paper")
     words = our_command(case, tmp_path, tmp_path / "run")
-    for flag, value in workspace(tmp_path, name).items():
+    for flag, value in workspace(tmp_path, case).items():
         words[words.index(f"--{flag}") + 1] = str(value)
     words += ["--dry_run", "--placement.cluster", "1x8"]
     done = subprocess.run(words, cwd=ROOT, capture_output=True, text=True, check=False)

@@ -6,7 +6,8 @@
 
 The command writes the data, installs the peer if needed, and runs both sides in alternating rounds
 on the same machine. Prints seconds per step, tokens per second and the ratio, and writes them with
-the environment to result.json. README.md in this folder describes what is the same on both sides.
+the environment to a JSON file in the folder of the comparison. README.md beside this file describes
+what is the same on both sides.
 """
 
 from __future__ import annotations
@@ -15,6 +16,7 @@ import argparse
 import json
 import subprocess
 import sys
+import time
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
 from functools import partial
@@ -37,6 +39,7 @@ from benchmarks.paper.measure import (
 
 ROOT = Path(__file__).parents[2]
 HERE = Path("benchmarks/paper")
+ENVIRONMENT = {"PYTHONPATH": str(ROOT), "RAY_ADDRESS": "local", "PYTHONUNBUFFERED": "1"}
 LENGTHS = (1024, 2048, 4096, 8192)
 
 
@@ -62,6 +65,12 @@ class Case:
     def step_samples(self) -> int:
         return self.prompts * self.samples
 
+    def data(self, folder: Path) -> Path:
+        """Return the folder of the prompts. For PPO, their number is the number of steps."""
+        if self.name == "ppo":
+            return folder / f"data-{self.prompts * self.all_steps}"
+        return folder / "data"
+
 
 SIZES: dict[tuple[str, str], dict[str, Any]] = {
     ("gsm8k", "paper"): {"model": "Qwen/Qwen2.5-1.5B-Instruct", "gpus": 8},
@@ -77,7 +86,7 @@ SHAPES: dict[str, dict[str, int]] = {
     "dapo": {"prompts": 128, "samples": 8, "length": 1024, "warm_up": 10, "steps": 10},
 }
 PEERS = {"gsm8k": "TRL", "ppo": "DeepSpeed-Chat", "dapo": "verl"}
-# Times in the paper, in seconds: ours and the peer's. Sources: README.md
+# Times of OpenRLHF and of the peer in section 4.1 of the paper
 PUBLISHED = {
     "gsm8k": "one epoch of GSM8K: 1,657 s and 5,189 s",
     "ppo": "1,024 prompts: 236.8 s and 855.09 s",
@@ -89,7 +98,7 @@ def our_flags(case: Case, folder: Path, place: Path) -> dict[str, object]:
     """Return the flags that this machine, the data and the length add to ours.yaml."""
     flags: dict[str, object] = {
         "actor.model_name_or_path": case.model,
-        "data.prompt_dataset": folder / "data/prompts.jsonl",
+        "data.prompt_dataset": case.data(folder) / "prompts.jsonl",
         "data.max_samples": case.prompts * case.all_steps,
         "actor.num_gpus_per_node": case.gpus,
         "vllm.num_engines": case.gpus,
@@ -129,15 +138,15 @@ def peer_command(case: Case, folder: Path, place: Path, peer: Path) -> list[str]
             words: list[object] = [peer / "bin/accelerate", "launch"]
             words += ["--config_file", HERE / "gsm8k/zero2.yaml"]
             words += ["--num_processes", case.gpus, "--module", "benchmarks.paper.gsm8k.trl_grpo"]
-            words += ["--model", case.model, "--prompts", folder / "data/prompts.jsonl"]
+            words += ["--model", case.model, "--prompts", case.data(folder) / "prompts.jsonl"]
             words += ["--output", place, "--steps", case.all_steps, "--gpus", case.gpus]
         case "ppo":
             words = ["bash", HERE / "ppo/deepspeed_chat.sh", peer, case.model]
-            words += [folder / "models/deepspeed_chat", folder / "data/deepspeed_chat"]
+            words += [folder / "models/deepspeed_chat", case.data(folder) / "deepspeed_chat"]
             words += [place, case.gpus]
         case _:
             words = ["bash", HERE / "dapo/verl.sh", peer, case.model]
-            words += [folder / "data/prompts.parquet", place, case.gpus, case.all_steps]
+            words += [case.data(folder) / "prompts.parquet", place, case.gpus, case.all_steps]
             words += [case.length, case.prompts]
     return [str(word) for word in words]
 
@@ -153,10 +162,11 @@ def peer_reader(case: Case) -> Callable[[Path], list[Mark]]:
 
 def prepare(case: Case, folder: Path, peer: Path | None, source: Path | None) -> None:
     """Write data and models once, and install the peer if its folder does not exist."""
-    if not (folder / "data/prompts.jsonl").exists():
+    data = case.data(folder)
+    if not (data / "prompts.jsonl").exists():
         words: list[object] = [sys.executable, "-m", "benchmarks.paper.data", case.name]
-        words += [folder / "data", "--tokenizer", case.model]
-        if case.name != "dapo":
+        words += [data, "--tokenizer", case.model]
+        if case.name == "ppo":
             words += ["--prompts", case.prompts * case.all_steps]
         if source:
             words += ["--source", source]
@@ -182,34 +192,23 @@ def has_steps(metrics: Path, steps: int) -> bool:
     return metrics.exists() and len(our_marks(metrics)) >= steps
 
 
-def compare(
-    case: Case, folder: Path, peer: Path | None, *, rounds: int, timeout_s: float
-) -> dict[str, list[Summary]]:
-    """Run both sides in alternating rounds. Without `peer`, run this project only."""
-    environment = {"PYTHONPATH": str(ROOT), "RAY_ADDRESS": "local", "PYTHONUNBUFFERED": "1"}
-    seen: dict[str, list[Summary]] = {}
-    for turn in range(rounds):
-        place = folder / f"ours-{turn}"
-        log = folder / f"ours-{turn}.log"
-        run(
-            our_command(case, folder, place),
-            log,
-            environment=environment,
-            timeout_s=timeout_s,
-            is_enough=partial(has_steps, place / "metrics.jsonl", case.all_steps),
-        )
-        seen.setdefault("ours", []).append(
-            summarize(our_marks(place / "metrics.jsonl"), case.warm_up)
-        )
-        if peer:
-            place, log = folder / f"peer-{turn}", folder / f"peer-{turn}.log"
-            words = peer_command(case, folder, place, peer)
-            run(words, log, environment=environment, timeout_s=timeout_s)
-            seen.setdefault(PEERS[case.name], []).append(
-                summarize(peer_reader(case)(log), case.warm_up)
-            )
-        print(json.dumps({side: asdict(each[-1]) for side, each in seen.items()}), flush=True)
-    return seen
+def measure_ours(case: Case, folder: Path, place: Path, *, timeout_s: float) -> Summary:
+    """Run this project, with its run folder at `place`."""
+    run(
+        our_command(case, folder, place),
+        place.with_suffix(".log"),
+        environment=ENVIRONMENT,
+        timeout_s=timeout_s,
+        is_enough=partial(has_steps, place / "metrics.jsonl", case.all_steps),
+    )
+    return summarize(our_marks(place / "metrics.jsonl"), case.warm_up)
+
+
+def measure_peer(case: Case, folder: Path, place: Path, peer: Path, *, timeout_s: float) -> Summary:
+    """Run the peer, with its output at `place`."""
+    log = place.with_suffix(".log")
+    run(peer_command(case, folder, place, peer), log, environment=ENVIRONMENT, timeout_s=timeout_s)
+    return summarize(peer_reader(case)(log), case.warm_up)
 
 
 def report(case: Case, seen: dict[str, list[Summary]]) -> str:
@@ -258,8 +257,10 @@ def parse(argv: Sequence[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--steps", type=int, help="measured steps")
     parser.add_argument("--warm-up", type=int, help="steps before the measurement starts")
     parser.add_argument("--rounds", type=int, default=1, help="runs of each side")
-    parser.add_argument("--folder", type=Path, help="default: runs/paper/NAME")
-    parser.add_argument("--peer", type=Path, help="the peer's environment; default: FOLDER/peer")
+    parser.add_argument("--folder", type=Path, help="default: runs/paper/NAME-MODEL")
+    parser.add_argument(
+        "--peer", type=Path, help="the peer's environment; default: runs/paper/peers/NAME"
+    )
     parser.add_argument("--only-ours", action="store_true", help="do not run the peer")
     parser.add_argument("--source", type=Path, help="the dataset as a local file")
     parser.add_argument("--timeout", type=float, default=7200, help="seconds for one run")
@@ -274,23 +275,34 @@ def main(argv: Sequence[str] | None = None) -> None:
     """Run a comparison."""
     chosen = parse(argv)
     case = case_of(chosen)
-    folder = chosen.folder or Path("runs/paper") / case.name
-    peer = None if chosen.only_ours else chosen.peer or folder / "peer"
+    folder = chosen.folder or Path("runs/paper") / f"{case.name}-{Path(case.model).name}"
+    peer = None if chosen.only_ours else chosen.peer or Path("runs/paper/peers") / case.name
     if chosen.show:
         print(" ".join(our_command(case, folder, folder / "ours-0")))
         if peer:
             print(" ".join(peer_command(case, folder, folder / "peer-0", peer)))
         return
     prepare(case, folder, peer, chosen.source)
-    result: dict[str, object] = {"case": asdict(case), "machine": machine()}
-    result["versions"] = {"ours": versions(sys.executable)}
+    found = {"ours": versions(sys.executable)}
     if peer:
-        result["versions"] |= {PEERS[case.name]: versions(str(peer / "bin/python"))}
-    seen = compare(case, folder, peer, rounds=chosen.rounds, timeout_s=chosen.timeout)
-    result["runs"] = {side: [asdict(each) for each in runs] for side, runs in seen.items()}
-    result["report"] = report(case, seen)
-    (folder / "result.json").write_text(json.dumps(result, indent=1) + "\n", encoding="utf-8")
-    print(result["report"])
+        found[PEERS[case.name]] = versions(str(peer / "bin/python"))
+    result = {"case": asdict(case), "machine": machine(), "versions": found}
+    started = time.strftime("%m%d-%H%M%S")
+    seen: dict[str, list[Summary]] = {}
+    for turn in range(chosen.rounds):
+        place = folder / f"{started}-{turn}-ours"
+        ours = measure_ours(case, folder, place, timeout_s=chosen.timeout)
+        seen.setdefault("ours", []).append(ours)
+        if peer:
+            place = folder / f"{started}-{turn}-peer"
+            theirs = measure_peer(case, folder, place, peer, timeout_s=chosen.timeout)
+            seen.setdefault(PEERS[case.name], []).append(theirs)
+        runs = {side: [asdict(each) for each in summaries] for side, summaries in seen.items()}
+        text = report(case, seen)
+        (folder / f"{started}.json").write_text(
+            json.dumps(result | {"runs": runs, "report": text}, indent=1) + "\n", encoding="utf-8"
+        )
+        print(text, flush=True)
 
 
 if __name__ == "__main__":

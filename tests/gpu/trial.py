@@ -41,6 +41,7 @@ OFFLINE = {
     "VLLM_USE_FLASHINFER_SAMPLER": "0",  # vLLM imports FlashInfer unless told not to
     "RAY_USAGE_STATS_ENABLED": "0",
     "PYTHONUNBUFFERED": "1",
+    "TQDM_DISABLE": "1",
 }
 
 
@@ -263,7 +264,7 @@ def rehearse(made: Sequence[pieces.Piece], limits: Limits, output: Path) -> bool
             receive(place, piece.folder, use_site=False)
         seconds["copies"] = time.monotonic() - began
         began = time.monotonic()
-        successful = check(place, 2 * budget["check"], rehearsal=True)
+        successful = check(place, 4 * budget["check"], rehearsal=True)
         seconds["check"] = time.monotonic() - began
         began = time.monotonic()
         result = train(
