@@ -82,11 +82,13 @@ def test_our_configuration_is_accepted_on_the_machine_of_the_comparison(
 
 def workspace(folder: Path, case: Case) -> dict[str, object]:
     """Write a tiny model and prompts; return the flags that put them in place of the real ones."""
-    model = Path(save_tiny_model(folder / "tiny", chat_template=TEMPLATE))
-    rows = [{"prompt": "What is 1+1?", "answer": "2"}] * 1024
+    model = Path(
+        save_tiny_model(folder / "tiny", chat_template=TEMPLATE, max_position_embeddings=16384)
+    )
+    question: Any = "What is 1+1?"
     if case.name != "ppo":
-        for row in rows:
-            row["prompt"] = [{"role": "user", "content": row["prompt"]}]  # type: ignore[assignment]
+        question = [{"role": "user", "content": question}]
+    rows = [{"prompt": question, "answer": "2"}] * 1024
     data.write_json_lines(case.data(folder) / "prompts.jsonl", rows)
     if case.name == "ppo":
         save_reward_model(folder / "models/reward", model)

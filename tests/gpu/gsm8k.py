@@ -86,6 +86,7 @@ def train(
         if model is None or data is None:
             raise ValueError("the trial has no model or no data: receive all pieces first")
         words = command(model, data, folder, rehearsal=rehearsal)
+        plan = memory_plan(words, environment)
         memory = GpuMemory()
         memory.start()
         began = time.time()
@@ -101,12 +102,13 @@ def train(
     rows = read_rows(metrics)
     result = summarize(rows, began)
     result["peak_gib"] = memory.stop()
+    result["plan"] = plan
     result["status"] = done.returncode
     result["successful"] = bool(result["curve"]) and done.returncode in (0, 124, 130)
     if not result["successful"]:
         result["said"] = log.read_text(errors="replace")[-3000:]
     for name, value in result.items():
-        if name != "curve":
+        if name not in ("curve", "plan"):
             print(f"{name}: {value}", flush=True)
     return result
 
@@ -127,6 +129,23 @@ def command(model: str | Path, data: Path, folder: Path, *, rehearsal: bool) -> 
     for name, value in flags.items():
         words += [f"--{name}", str(value)]
     return words
+
+
+def memory_plan(words: Sequence[str], environment: Mapping[str, str]) -> str:
+    """Return the memory that `openrlhf plan` predicts for a command line, on this machine.
+
+    Returns an empty string if this version has no planner.
+    """
+    planned = [words[0], "-m", "openrlhf.cli.main", "plan", "ppo"]
+    done = subprocess.run(
+        [*planned, *words[3:]],
+        cwd=ROOT,
+        env={**os.environ, **environment},
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    return done.stdout if done.returncode == 0 else ""
 
 
 @contextmanager
