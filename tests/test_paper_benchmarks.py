@@ -1,6 +1,7 @@
 """Tests of the comparisons in benchmarks/paper without a GPU or a peer's installation.
 
-Our side is checked as far as `--dry_run`; for the peers, scripts are parsed and logs are read.
+Our side is checked as far as `--dry_run` (`make verify`), and the flags and the placement in every
+test run. For the peers, scripts are parsed and logs are read.
 """
 
 from __future__ import annotations
@@ -40,7 +41,9 @@ from benchmarks.paper.run import (
     peer_command,
     report,
 )
+from openrlhf.cluster.ray_cluster import expected_machines
 from openrlhf.config.options import parse_config
+from openrlhf.launch.start import plan_placement
 from tests.config.commands import ROOTS
 from tests.config.conftest import gpu_machine  # noqa: F401
 from tests.ranks import ROOT
@@ -78,6 +81,8 @@ def test_our_configuration_is_accepted_on_the_machine_of_the_comparison(
     assert config.rollout.n_samples_per_prompt == case.samples
     assert config.rollout.max_new_tokens == case.length
     assert config.actor.num_gpus_per_node == config.vllm.num_engines == case.gpus
+    machines = expected_machines(on_gpus=True, declared=f"1x{case.gpus}")
+    plan_placement(config, "cuda").check(machines)  # raises PlacementError if it does not fit
 
 
 def workspace(folder: Path, case: Case) -> dict[str, object]:
@@ -95,10 +100,8 @@ def workspace(folder: Path, case: Case) -> dict[str, object]:
     return {"actor.model_name_or_path": model}
 
 
-@pytest.mark.parametrize(
-    "name",
-    ["gsm8k", *(pytest.param(name, marks=pytest.mark.verify) for name in ("ppo", "dapo"))],
-)
+@pytest.mark.verify
+@pytest.mark.parametrize("name", list(SHAPES))
 def test_dry_run_of_our_side_plans_the_paper_s_machine(name: str, tmp_path: Path) -> None:
     """The dry run loads a tiny model and the rows, and calls the reward."""
     case = a_case(name, "paper")
