@@ -195,6 +195,20 @@ def test_functions_have_at_most_60_lines() -> None:
     assert long_functions == {}
 
 
+def test_public_classes_and_functions_have_docstrings() -> None:
+    kinds = (ast.ClassDef, ast.FunctionDef, ast.AsyncFunctionDef)
+    missing: list[str] = []
+    for module in MODULES:
+        bodies = [module.tree.body]
+        for node in module.tree.body:
+            if isinstance(node, ast.ClassDef) and not node.name.startswith("_"):
+                bodies.append(node.body)
+        for node in (node for body in bodies for node in body if isinstance(node, kinds)):
+            if not node.name.startswith("_") and not ast.get_docstring(node):
+                missing.append(f"{module}:{node.lineno} {node.name}")
+    assert missing == []
+
+
 @pytest.mark.parametrize("room", WITHIN_BOUNDS)
 def test_package_density_is_within_bounds(room: str) -> None:
     found = density(module.tree for module in MODULES if module.room == room)

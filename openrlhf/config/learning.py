@@ -131,6 +131,8 @@ class RLTrainConfig(shared.ProcessConfig, shared.TrainConfig):
 
 
 class RLLoraConfig(shared.LoraConfig):
+    """LoRA adapters, and the weights that are sent to the engines."""
+
     publish: str = option(
         "merged",
         "Weights to send to the engines: merged, or only the adapter.",
@@ -150,6 +152,8 @@ class RLLoraConfig(shared.LoraConfig):
 
 
 class RLDeepSpeedConfig(shared.LMDeepSpeedConfig):
+    """DeepSpeed, precision and offloading of the trained models."""
+
     enable_sleep: bool = option(False, "Move the training state to CPU memory between updates.")
     value_head_prefix: str = option(
         "score", "Name of the scalar head; a stored name takes precedence."
@@ -178,6 +182,8 @@ class RLDataConfig(PromptConfig, shared.DataConfig):
 
 
 class RLEvalConfig(shared.EvalConfig):
+    """Evaluation by sampling responses to prompts."""
+
     temperature: float = option(0.6, "Temperature; 0: greedy.", ge=0, le=2)
     n_samples_per_prompt: int = option(4, "Responses per prompt: the k of pass@k.", ge=1)
     at_start: bool = option(False, "Also evaluate before the first step.")

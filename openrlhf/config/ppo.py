@@ -98,6 +98,8 @@ def engine_values(
 
 
 class PPOConfig(RLFlags):
+    """Reinforcement learning."""
+
     def resolve(self, *, command: str) -> tuple[Self, list[str]]:
         """Resolve as every command does, but with the GPUs of --placement.cluster if it is set."""
         if gpus := sum(machine.declared_machines(self.placement.cluster or "")):

@@ -305,7 +305,9 @@ class DeepSpeedConfig(LoadingConfig):
             yield Unused(["overlap_comm"], "without --zero_stage 2 or 3")
 
 
-class LMDeepSpeedConfig(DeepSpeedConfig):  # for commands that train a language model
+class LMDeepSpeedConfig(DeepSpeedConfig):
+    """DeepSpeed and loading of a language model."""
+
     use_liger_kernel: bool = option(
         False, "Load the model with Liger's fused kernels.", not_yet="leave it out"
     )
@@ -351,6 +353,8 @@ class DataConfig(FormatConfig):
 
 
 class DatasetConfig(DataConfig):
+    """Tokenizer and training data."""
+
     dataset: str = required(
         "Dataset: comma-separated files, folders or Hub names.", holds="dataset"
     )
@@ -361,10 +365,14 @@ class DatasetConfig(DataConfig):
 
 
 class EndedTextConfig(Section):
+    """Texts that end with the eos token."""
+
     space_before_eos: bool = option(True, "Add a space before an appended eos token.")
 
 
 class OfflineDataConfig(EndedTextConfig, DatasetConfig):
+    """Tokenizer, chat template and training data."""
+
     tokenizer_chat_template: str | None = option(
         None,
         "Chat template, or a file with one, to use instead of the tokenizer's.",

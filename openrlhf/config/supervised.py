@@ -60,12 +60,16 @@ class SupervisedConfig(shared.OptimizerConfig, Root):
 
 
 class SFTModelConfig(shared.ModelConfig):
+    """The model and the targets of the loss."""
+
     pretrain_mode_enable: bool = option(
         False, "Pretrain on raw text, with every token as a target."
     )
 
 
 class ResponseDataConfig(shared.OfflineDataConfig):
+    """Tokenizer, prompts and responses."""
+
     input_key: str = option("input", "Column with the prompt, as text or chat.")
     output_key: str | None = option(
         None, "Column with the response; unset: the last turn of the chat."
@@ -73,6 +77,8 @@ class ResponseDataConfig(shared.OfflineDataConfig):
 
 
 class SFTDataConfig(ResponseDataConfig):
+    """Tokenizer, prompts or chats, and responses."""
+
     multiturn: bool = option(False, "Train on every assistant turn of a chat.")
 
 
@@ -147,6 +153,8 @@ class ReferenceConfig(Section):
 
 
 class DPOReferenceConfig(ReferenceConfig):
+    """The reference model."""
+
     precompute: bool = option(
         False,
         "Compute the reference's log-probabilities for all rows once before training, and store "
@@ -155,6 +163,8 @@ class DPOReferenceConfig(ReferenceConfig):
 
 
 class DPOModelConfig(shared.ModelConfig):
+    """The model and the preference loss."""
+
     loss_type: str = option("dpo", "Preference loss.", choices=choices.PREFERENCE_LOSSES)
     ipo_enable: bool = option(False, "Same as loss_type ipo.")
     beta: float = option(
@@ -184,6 +194,8 @@ class DPOModelConfig(shared.ModelConfig):
 
 
 class ReferencedConfig(SupervisedConfig):
+    """Base class of commands whose loss compares the model with a reference."""
+
     ref: ReferenceConfig = ReferenceConfig()
 
     @property
@@ -385,6 +397,8 @@ class PRMConfig(SupervisedConfig):
 
 
 class RMModelConfig(shared.ModelConfig):
+    """The model and the pairwise loss."""
+
     loss_type: str = option(
         "sigmoid", "Pairwise loss; both names select the same loss.", choices=("sigmoid", "logexp")
     )
@@ -405,6 +419,8 @@ class RMModelConfig(shared.ModelConfig):
 
 
 class RMDeepSpeedConfig(shared.DeepSpeedConfig):
+    """DeepSpeed, and the name of the scalar head."""
+
     value_head_prefix: str = option(
         "score", "Name of the scalar head; a stored name takes precedence."
     )

@@ -14,9 +14,13 @@ class Metric(Protocol):
     """A number that can be merged with the same number from another micro-batch or rank."""
 
     @property
-    def value(self) -> float: ...  # the number to log
+    def value(self) -> float:
+        """The number to log."""
+        ...
 
-    def merge(self, other: Self) -> Self: ...
+    def merge(self, other: Self) -> Self:
+        """Return the metric of everything that either metric covers."""
+        ...
 
 
 @dataclass(frozen=True, slots=True)

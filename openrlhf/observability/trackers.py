@@ -38,12 +38,15 @@ class Trackers:
         self._trackers = list(trackers)
 
     def log(self, step: int, values: Mapping[str, float]) -> None:
+        """Log the metrics of a step to all trackers."""
         self._call_each("log", step, values)
 
     def log_samples(self, step: int, text: str, reward: float | None) -> None:
+        """Log the text of a sample and its reward to all trackers."""
         self._call_each("log_samples", step, text, reward)
 
     def close(self) -> None:
+        """Close all trackers."""
         self._call_each("close")
 
     def _call_each(self, method: str, *args: Any) -> None:
@@ -70,17 +73,20 @@ class TensorBoardTracker:
         self._writer = SummaryWriter(directory, purge_step=purge_step)
 
     def log(self, step: int, values: Mapping[str, float]) -> None:
+        """Write the metrics of a step, and flush the file."""
         for tag, value in values.items():
             self._writer.add_scalar(tag, value, step)
         self._writer.flush()
 
     def log_samples(self, step: int, text: str, reward: float | None) -> None:
+        """Write the text of a sample and its reward, which TensorBoard shows unformatted."""
         # Indented text is a Markdown code block, which is shown verbatim.
         verbatim = textwrap.indent(text, "    ", lambda line: True)
         self._writer.add_text(SAMPLES_NAME, f"reward {reward}\n\n{verbatim}", step)
         self._writer.flush()
 
     def close(self) -> None:
+        """Close the event file, and release the lock on its folder."""
         self._writer.close()
         self._lock.close()
 
@@ -110,6 +116,7 @@ class WandbTracker:
         self._samples = deque[tuple[int, str, float | None]](maxlen=WANDB_SAMPLE_ROWS)
 
     def log(self, step: int, values: Mapping[str, float]) -> None:
+        """Log the metrics of a step, on the axis of their stage."""
         row = dict(values)
         for name in values:
             stage, _, _ = name.partition("/")
@@ -117,12 +124,14 @@ class WandbTracker:
         self._run.log(row)
 
     def log_samples(self, step: int, text: str, reward: float | None) -> None:
+        """Add a sample to the table of the latest samples, and upload the table."""
         self._samples.append((step, text, reward))
         columns = ["global_step", "text", "reward"]
         table = self._wandb.Table(columns=columns, data=list(self._samples))
         self._run.log({SAMPLES_NAME: table, "train/global_step": step})
 
     def close(self) -> None:
+        """Finish the W&B run, which uploads the remaining data."""
         self._run.finish()
 
 

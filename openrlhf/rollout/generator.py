@@ -152,11 +152,17 @@ class Engines(Protocol):
 
     async def generate(
         self, key: Hashable, tokens: list[int], params: list[SamplingParams]
-    ) -> list[Generation]: ...
+    ) -> list[Generation]:
+        """Return one sample of the prompt `tokens` for each of `params`, in order."""
+        ...
 
-    async def rest(self) -> None: ...  # called at the end of each stream
+    async def rest(self) -> None:
+        """Free device memory. Called at the end of each stream."""
+        ...
 
-    def metrics(self) -> dict[str, Metric]: ...  # metrics since the last call
+    def metrics(self) -> dict[str, Metric]:
+        """Return the metrics since the last call."""
+        ...
 
 
 Generate = Callable[
@@ -167,7 +173,9 @@ Generate = Callable[
 class Agents(Protocol):
     """Agents that run whole episodes instead of single samples, using `generate`."""
 
-    async def play(self, prompt: Prompt, spec: SamplingSpec, generate: Generate) -> Group: ...
+    async def play(self, prompt: Prompt, spec: SamplingSpec, generate: Generate) -> Group:
+        """Run one episode for each sample of the prompt, and return them, including failed ones."""
+        ...
 
 
 @dataclass(eq=False, repr=False)

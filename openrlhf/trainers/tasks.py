@@ -30,10 +30,12 @@ Kind = TypeVar("Kind", bound="type[OfflineTask[Any, Any, Any]]")
 
 
 class Rows(Protocol):
-    """A dataset of tokenized rows; `summary` describes the dataset in a sentence."""
+    """A dataset of tokenized rows."""
 
     @property
-    def summary(self) -> str: ...
+    def summary(self) -> str:
+        """A sentence that describes the dataset."""
+        ...
 
     def __len__(self) -> int: ...
 

@@ -19,24 +19,45 @@ REPORT_TIMEOUT_S = 10.0  # time to wait for an engine's own error after another 
 class PolicyCalls(Protocol):
     """Calls to every rank of the policy, implemented by `workers.policy.PolicyWorker`."""
 
-    def weight_address(self) -> tuple[str, int]: ...
-    def join_weight_group(self, group: WeightGroup) -> None: ...
-    def weight_manifest(self, version: int | None = None) -> WeightManifest: ...
-    def send_weights(self, manifest: WeightManifest) -> None: ...
+    def weight_address(self) -> tuple[str, int]:
+        """Return the address and port at which rank 0 will wait for the engines."""
+        ...
+
+    def join_weight_group(self, group: WeightGroup) -> None:
+        """Leave the current weight group, and join the new group if this rank is a sender."""
+        ...
+
+    def weight_manifest(self, version: int | None = None) -> WeightManifest:
+        """Return the list of tensors that the policy sends for this version."""
+        ...
+
+    def send_weights(self, manifest: WeightManifest) -> None:
+        """Send the tensors in the manifest to the weight group."""
+        ...
 
 
 class EngineCalls(Protocol):
     """Calls to every engine, implemented by `rollout.engine.RolloutEngine`."""
 
-    async def join(self, group: WeightGroup, rank_offset: int) -> None: ...
-    async def receive(self, manifest: WeightManifest) -> tuple[WorkerReceipt, ...]: ...
-    async def resume(self) -> None: ...
+    async def join(self, group: WeightGroup, rank_offset: int) -> None:
+        """Join a weight group; the engine's first worker gets the rank `rank_offset`."""
+        ...
+
+    async def receive(self, manifest: WeightManifest) -> tuple[WorkerReceipt, ...]:
+        """Receive and load the tensors in the manifest, and return a receipt of each worker."""
+        ...
+
+    async def resume(self) -> None:
+        """Resume serving. Raises EngineError while the last publication is unverified."""
+        ...
 
 
 class PolicyProcesses(Protocol):
     """The policy's processes: a `cluster.worker_group.WorkerGroup`."""
 
-    def broadcast(self, method: Callable[..., Any], *args: Any) -> list[Any]: ...
+    def broadcast(self, method: Callable[..., Any], *args: Any) -> list[Any]:
+        """Start a call in every process, and return the pending results, one per process."""
+        ...
 
 
 class EngineProcess(Protocol):
@@ -45,7 +66,9 @@ class EngineProcess(Protocol):
     index: int
     up: bool
 
-    def call(self, method: Callable[..., Any], *args: Any, **kwargs: Any) -> Any: ...
+    def call(self, method: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        """Start a call, and return its pending result."""
+        ...
 
 
 class Engines(Protocol):
@@ -54,9 +77,17 @@ class Engines(Protocol):
     workers_per_engine: int
 
     @property
-    def up(self) -> Sequence[EngineProcess]: ...
-    def find_lost(self) -> None: ...
-    def check(self) -> None: ...
+    def up(self) -> Sequence[EngineProcess]:
+        """The engines that are ready to serve, in order."""
+        ...
+
+    def find_lost(self) -> None:
+        """Restart the engines that do not answer."""
+        ...
+
+    def check(self) -> None:
+        """Raise RolloutError if an engine was lost too often."""
+        ...
 
 
 @dataclass(eq=False, repr=False)
