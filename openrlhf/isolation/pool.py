@@ -1,8 +1,8 @@
 """A pool of processes that run user code, with one or several concurrent calls in each process.
 
 A call that hangs, exits, crashes or runs out of memory ends its process, never the run. The call
-raises `UserCodeError`. The process and all its descendants are killed while the rest of the pool
-continues, and a later call starts a new process in its place.
+raises `UserCodeError`. The process and all its descendants are killed, and a new process, which
+loads the same file, replaces it while the rest of the pool continues.
 
 If the process was running several calls, only the call at fault fails. Calls that were waiting for
 an answer are retried in another process. Calls whose own code was running are retried too, each
@@ -182,23 +182,36 @@ class _Processes:
         losses = 0
         async with self._places:
             while True:
+                process = self._pick()
                 try:
-                    return await self._pick().run(call, setup)
+                    return await process.run(call, setup)
                 except ProcessLost as lost:
                     losses += 1
                     if lost.again != "anywhere" or call is setup or losses == LOSSES:
                         raise
+                finally:
+                    if call is not setup:
+                        self._renew(process, setup)
 
     def _pick(self) -> UserProcess:
         """Return the process with the fewest calls, preferring one that has started."""
         if self._closed:
             raise self._closed
         process = min(self._processes, key=lambda each: (each.calls_given, not each.started))
-        if not process.usable:
-            self._replaced = [each for each in self._replaced if not each.gone] + [process]
-            number = self._processes.index(process)
-            process = self._processes[number] = UserProcess(self.limits, self.logs[number])
-        return process
+        if process.usable:
+            return process
+        return self._replace(process)
+
+    def _replace(self, process: UserProcess) -> UserProcess:
+        self._replaced = [each for each in self._replaced if not each.gone] + [process]
+        number = self._processes.index(process)
+        self._processes[number] = UserProcess(self.limits, self.logs[number])
+        return self._processes[number]
+
+    def _renew(self, process: UserProcess, setup: UserCall) -> None:
+        """Replace a process that has ended, so that the next call need not wait for `setup`."""
+        if process in self._processes and not process.usable and not self._closed:
+            self._replace(process).load_once(setup)
 
     async def close(self) -> None:
         """Kill all processes and wait until they have ended."""

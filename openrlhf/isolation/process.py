@@ -81,7 +81,7 @@ class UserProcess:
         """
         self.calls_given += 1
         try:
-            loaded = await asyncio.shield(self._load_once(setup))
+            loaded = await asyncio.shield(self.load_once(setup))
             if call is setup:
                 return loaded
             return await self._run(call)
@@ -90,7 +90,7 @@ class UserProcess:
             if self.retiring and not self.calls_given:
                 self.cut()
 
-    def _load_once(self, setup: UserCall) -> asyncio.Task[Any]:
+    def load_once(self, setup: UserCall) -> asyncio.Task[Any]:
         """Start running `setup`, unless it was started before. Returns its task."""
         if setup not in self.loads:
             self.loads[setup] = asyncio.create_task(self._load(setup))

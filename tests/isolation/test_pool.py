@@ -274,6 +274,18 @@ def test_file_that_hangs_on_load_is_reported_and_killed_at_the_time_limit(
     assert f"loading {file}:f has taken 0.5 s so far; its limit is 2 s." in capsys.readouterr().err
 
 
+def test_replacement_process_loads_the_file_before_the_next_call(tmp_path: Path):
+    file = tmp_path / "notes.py"
+    file.write_text(
+        f"open({str(tmp_path / 'loads')!r}, 'a').write('x')\ndef f(): import os; os._exit(1)\n"
+    )
+    with ProcessPool(1) as pool:
+        asyncio.run(pool.check(f"{file}:f"))
+        with pytest.raises(UserCodeError):
+            call(pool, f"{file}:f")
+        assert becomes_true(lambda: (tmp_path / "loads").read_text() == "xx")
+
+
 def test_replacement_process_that_loads_several_functions_returns_each_calls_own_result():
     async def die_and_go_on(pool: ProcessPool) -> object:
         for name in ("echo", "count", "process"):
