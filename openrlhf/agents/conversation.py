@@ -234,7 +234,7 @@ class Conversation:
         if ours != whole:
             kind = "template"
             if "".join(ours.split()) == "".join(whole.split()):
-                kind = "spaces"  # a kind of its own, because each kind is logged only once
+                kind = "spaces"  # a separate kind, because each kind is logged only once
             self.notices[kind] = _difference(ours, whole)
         if not exact:
             self.notices["border"] = (

@@ -18,8 +18,8 @@ def overlong_penalty(
     buffer: float,
     factor: float = 1.0,
 ) -> PerSample:
-    """Return −factor · e / buffer, to be added to the rewards; e = tokens over max_length − buffer,
-    at most buffer.
+    """Return −factor · e / buffer, to be added to the rewards; e is the number of tokens beyond
+    max_length − buffer, capped at buffer.
 
     DAPO, Yu et al. 2025, eq. 13, arXiv:2503.14476
 

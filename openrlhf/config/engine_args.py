@@ -110,7 +110,7 @@ def drafting(extra: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def engine_args_violations(vllm: VLLMConfig, rollout: RolloutConfig, longest: int) -> Iterator[str]:
-    """Yield violations in `--vllm.engine_args` and `--vllm.quantization`.
+    """Yield violations of the rules for `--vllm.engine_args` and `--vllm.quantization`.
 
     Arguments that have their own flag are refused, as are arguments that log-probabilities, seeds
     or weight publication depend on. `longest` is the maximum number of tokens in a prompt and its
@@ -149,7 +149,7 @@ def _prefills_in_chunks(extra: Mapping[str, Any], longest: int) -> bool:
 
 
 def _drafting_violations(drafts: Mapping[str, Any], *, seeded: bool) -> Iterator[str]:
-    """Yield violations in a `speculative_config`."""
+    """Yield violations of the rules for a `speculative_config`."""
     name = "--vllm.engine_args speculative_config"
     if drafts and drafts.get("method") not in LOOKED_UP:
         yield (

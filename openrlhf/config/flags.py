@@ -352,8 +352,8 @@ def toml_beside(module: str, name: str = "") -> dict[str, Any]:
 def nearest(name: str, known: Iterable[str]) -> list[str]:
     """Return at most two known names that a user may have meant, the most similar first.
 
-    Names are compared as a whole and by their last parts. One last part may be contained in the
-    other.
+    Names are compared as a whole and by their last parts. Last parts also match if one of them
+    contains the other.
     """
     cutoff = 0.7
     if len(name) < 5:  # similar short names share few letters, for example dop and dpo

@@ -90,7 +90,7 @@ class EngineCommand(ModelCommand):
         return engines | {"vllm.enable_sleep": False}
 
     def engine_violations(self) -> Iterator[str]:
-        """Yield violations in engines and sampling."""
+        """Yield violations of the rules for engines and sampling."""
         if not self.model.model_name_or_path:
             yield "--model.model_name_or_path is required."
         if self.vllm.dtype == "fp16":

@@ -50,7 +50,7 @@ def violations(config: RLFlags) -> Iterator[str]:
 
 
 def reward_violations(config: RLFlags) -> Iterator[str]:
-    """Yield violations in rewards and teachers."""
+    """Yield violations of the rules for rewards and teachers."""
     reward, agent, teacher = config.reward, config.train.agent_func_path, config.algo.distill
     taught = teacher.teacher or config.rollout.replay_dir
     if not taught and not sampling_rules.is_rewarded(reward, agent):
@@ -89,7 +89,7 @@ def estimator_violations(config: RLFlags) -> Iterator[str]:
 
 
 def loss_violations(config: RLFlags) -> Iterator[str]:
-    """Yield violations in the loss terms and stopping criteria."""
+    """Yield violations of the rules for loss terms and stopping criteria."""
     actor, kl, evaluation = config.actor, config.algo.kl, config.eval
     if actor.policy_loss_type == "cispo" and actor.dual_clip:
         yield (
@@ -127,7 +127,7 @@ def range_violations(config: RLFlags) -> Iterator[str]:
 
 
 def correction_violations(config: RLFlags) -> Iterator[str]:
-    """Yield violations in the correction of engine-trainer differences."""
+    """Yield violations of the rules for the correction of engine-trainer differences."""
     axes = vars(config.algo.correction)
     missing = [f"--algo.correction.{name}" for name, value in axes.items() if value is None]
     if missing and len(missing) < len(axes):
@@ -188,7 +188,7 @@ def async_violations(config: RLFlags) -> Iterator[str]:
 
 
 def rollout_violations(config: RLFlags) -> Iterator[str]:
-    """Yield violations in engines and sampling."""
+    """Yield violations of the rules for engines and sampling."""
     rollout = config.rollout
     if rollout.temperature == 0:
         yield (
@@ -246,7 +246,7 @@ def batch_violations(config: RLFlags) -> Iterator[str]:
 
 
 def device_violations(config: RLFlags) -> Iterator[str]:
-    """Yield violations in device sharing, engine placement and Ray resources."""
+    """Yield violations of the rules for device sharing, engine placement and Ray resources."""
     if config.ds.enable_sleep and config.ds.zero_stage == 0:
         yield "<ds.enable_sleep> needs --ds.zero_stage 1, 2 or 3."
     yield from _slice_violations(config)
@@ -317,7 +317,7 @@ def _hybrid_violations(config: RLFlags) -> Iterator[str]:
 
 
 def _placement_violations(config: RLFlags) -> Iterator[str]:
-    """Yield violations in Ray resources and in a declared cluster."""
+    """Yield violations of the rules for Ray resources and a declared cluster."""
     for role in ("actor", "ref", "critic", "reward", "vllm"):
         for name, amount in config.placement.wants([role]).items():
             is_amount = isinstance(amount, int | float) and amount > 0

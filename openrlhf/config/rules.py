@@ -69,7 +69,7 @@ def loading_notices(ds: LoadingConfig, given: Mapping[str, Any]) -> Iterator[str
 
 
 def loading_violations(ds: LoadingConfig) -> Iterator[str]:
-    """Yield violations in attention and data type."""
+    """Yield violations of the rules for attention and data type."""
     attention = ds.attn_implementation
     if "/" not in attention and attention not in ATTENTIONS:
         yield (
@@ -94,7 +94,7 @@ def parallelism_notices(ds: DeepSpeedConfig, given: Mapping[str, Any]) -> Iterat
 
 
 def parallelism_violations(ds: DeepSpeedConfig) -> Iterator[str]:
-    """Yield violations in flags that cannot be combined with layers that several ranks share."""
+    """Yield violations of the rules for splitting layers and sequences over ranks."""
     if ds.tensor_parallel_size == 1:
         return
     if ds.load_in_4bit:
@@ -142,7 +142,7 @@ def _sizes_not_given(config: Any) -> list[str]:
 
 
 def sources_exist(config: Any) -> Iterator[str]:
-    """Yield violations in models and datasets that can only be local paths.
+    """Yield a violation for each model or dataset that can only be a local path and is not usable.
 
     Dataset scripts are refused.
     """
@@ -241,9 +241,10 @@ def room(config: Any) -> int:
 
 
 def probability_violations(config: Any, datasets: str, probs: str) -> Iterator[str]:
-    """Yield violations in dataset probabilities; `datasets` and `probs` are flag paths.
+    """Yield violations of the rules for dataset probabilities.
 
-    Each dataset needs one probability, and they must sum to 1.
+    Each dataset needs one probability, and they must sum to 1. `datasets` and `probs` are the paths
+    of the flags.
     """
     count, texts = len(items(value_at(config, datasets))), items(value_at(config, probs))
     numbers = [float(text) for text in texts if is_number(text)]

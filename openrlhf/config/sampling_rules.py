@@ -27,7 +27,7 @@ def is_rewarded(reward: RewardConfig, agent: str | None) -> bool:
 
 
 def reward_violations(reward: RewardConfig, agent: str | None) -> Iterator[str]:
-    """Yield violations in the models, functions, servers and agents that score the samples."""
+    """Yield violations of the rules for everything that scores the samples."""
     if agent and reward.on_error not in ("fail", "drop"):
         yield (
             "<reward.on_error> cannot reward an episode that an agent did not finish: use fail or "
@@ -96,7 +96,7 @@ def remote_engine_violations(rollout: RemoteEnginesConfig) -> Iterator[str]:
 
 
 def engine_violations(vllm: VLLMConfig, rollout: RolloutConfig, max_len: int) -> Iterator[str]:
-    """Yield violations in engines, response lengths and extra vLLM arguments."""
+    """Yield violations of the rules for engines, response lengths and extra vLLM arguments."""
     if vllm.max_engines < vllm.num_engines:
         yield "<vllm.max_engines> is less than <vllm.num_engines>: raise it, or leave it out."
     yield from room_violations(rollout, max_len)

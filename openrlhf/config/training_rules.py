@@ -10,7 +10,7 @@ from openrlhf.config.shared import CheckpointConfig, DeepSpeedConfig, EvalConfig
 
 
 def weight_violations(ds: DeepSpeedConfig) -> Iterator[str]:
-    """Yield violations in adapters, data types and offload."""
+    """Yield violations of the rules for adapters, data types and offload."""
     if ds.lora.rank and not ds.lora.target_modules:
         yield "--ds.lora.target_modules is empty: leave it out to adapt every layer."
     if ds.lora.dora and ds.zero_stage == 3:

@@ -213,7 +213,8 @@ class Ragged:
         """Yield the indices of all rows in parts of similar length, longest rows first.
 
         A part has at most `max_tokens` tokens and `max_rows` rows; a row that is too long gets a
-        part of its own. With `padded`, every row counts as long as the longest row in its part.
+        part of its own. With `padded`, every row counts with the length of the longest row in its
+        part.
         """
         shortest_first = self.lengths.argsort()
         while len(shortest_first):

@@ -275,7 +275,7 @@ def joined_border(used: TextFormat, tokenizer: PreTrainedTokenizerBase) -> list[
 def check_answer_room(
     lengths: Sequence[int], *, max_len: int, max_new_tokens: int | None
 ) -> list[Finding]:
-    """Return a notice if prompts are truncated, a failure if they leave no room for an answer."""
+    """Return a notice if prompts are truncated, or a failure if no room is left for an answer."""
     room = max_new_tokens or 2  # an answer needs at least one token and an end token
     longest = max_len - room
     cut = sum(length > longest for length in lengths)

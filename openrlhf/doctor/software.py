@@ -62,7 +62,7 @@ def vllm() -> Iterator[Finding]:
 
 
 def deepspeed() -> Iterator[Finding]:
-    """Import DeepSpeed, and check for the compilers of its AdamW for CPUs and of GPU kernels."""
+    """Import DeepSpeed, and look for the tools that compile its AdamW for CPUs and GPU kernels."""
     yield from library("deepspeed", "deepspeed", "Reinstall DeepSpeed.")
     header = Path(sysconfig.get_path("include"), "Python.h")
     yield verdict(

@@ -44,10 +44,10 @@ class Comparison:
 
 
 def pair_up(ours: Sequence[Trajectory], theirs: Sequence[Trajectory]) -> list[Comparison]:
-    """Pair each of our answers with their answer to the same prompt with the same index.
+    """Pair each of our answers with the other model's answer of the same prompt and index.
 
-    If they have only one answer, it is paired with all of our answers. A pair with a failed answer
-    gets that answer's error.
+    If the other model has only one answer to a prompt, that answer is paired with all of ours. A
+    pair with a failed answer gets that answer's error.
     """
     answers: dict[int, list[Trajectory]] = {}
     for answer in theirs:

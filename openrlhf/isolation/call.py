@@ -13,8 +13,8 @@ class Asked:
 
     question: Any
     answer: Any
-    # False if the question was sent elsewhere in the process during the call, perhaps on the call's
-    # behalf
+    # False if other code in the process sent the question during the call; it may or may not belong
+    # to the call
     own: bool
 
 

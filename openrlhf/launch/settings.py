@@ -28,7 +28,7 @@ ENGINE_PROBE_TOKENS = 8  # tokens sampled per prompt to compare the engines with
 # The largest mean difference between log-probabilities, in nats, that rounding can explain.
 FP32_TOLERANCE = 0.01
 BF16_TOLERANCE = 0.2
-# substrings of the configuration keys for the layers' rates
+# substrings of the configuration keys for the rates of dropout and router jitter
 RANDOM_LAYERS = ("dropout", "pdrop", "jitter")
 
 

@@ -31,7 +31,7 @@ def with_adapters(
     on `seed`, so all ranks get the same adapters. Raises UserError for target modules that the
     model does not have.
     """
-    import peft  # only with --ds.lora.rank: it takes a second
+    import peft  # only with --ds.lora.rank, because the import takes a second
     from peft.tuners.tuners_utils import BaseTunerLayer
 
     settings = peft.LoraConfig(

@@ -26,7 +26,7 @@ class Evaluation:
     config: RLFlags
 
     def is_due(self, step: int, *, last: bool) -> bool:
-        """Return whether to evaluate the weights after `step`, as is always done at the end.
+        """Return whether to evaluate the weights after `step`; the last step is always evaluated.
 
         A step is evaluated before its checkpoint is written.
         """
@@ -34,7 +34,7 @@ class Evaluation:
         return every > 0 and (last or step % every == 0)
 
     def is_missing(self, step: int) -> bool:
-        """Return whether evaluations are enabled, but the weights after `step` have none yet."""
+        """Return whether the weights after `step` still need to be evaluated."""
         return self.config.eval.steps > 0 and self.best.evaluated_at < step
 
     def is_due_at_start(self, step: int, *, last: bool) -> bool:

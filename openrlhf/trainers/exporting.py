@@ -31,7 +31,7 @@ class Exporting:
             self._wait(calls, "export the critic")
 
     def write_policy(self, path: str, *, final: bool) -> None:
-        """Write the policy to `path`. `final`: the run ends with this export."""
+        """Write the policy to `path`. `final` marks the last export of the run."""
         calls = self.policy.broadcast(TrainedWorker.export, self.tokenizer, path, final)
         self._wait(calls, "export the policy")
 
