@@ -63,7 +63,8 @@ def torch_devices() -> tuple[str, list[tuple[str, int, int]]]:
     devices: list[tuple[str, int, int]] = []
     if torch.version.cuda and torch.cuda.device_count():
         torch.cuda.init()  # raises an error if the driver does not support this build
-        build = f"{build}, CUDA {torch.version.cuda}, NCCL {nccl.version()}"
+        nccl_version = ".".join(map(str, nccl.version()))
+        build = f"{build}, CUDA {torch.version.cuda}, NCCL {nccl_version}"
         backend = "nccl"
     for index in range(torch.cuda.device_count()):
         ones = torch.ones(64, 64, device=f"cuda:{index}", dtype=torch.bfloat16)
@@ -84,7 +85,7 @@ def vllm_platform() -> str:
     import_module("vllm.engine.arg_utils")
     current_platform.import_kernels()  # only logs a warning if it fails
     operators = [schema.name for schema in torch._C._jit_get_all_schemas()]
-    assert any(name.startswith("_C::") for name in operators), "its kernels cannot be loaded"
+    assert any(name.startswith("_C") for name in operators), "its kernels cannot be loaded"
     return current_platform.device_type
 
 
