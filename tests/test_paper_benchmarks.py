@@ -90,7 +90,7 @@ def workspace(folder: Path, case: Case) -> dict[str, object]:
     model = Path(
         save_tiny_model(folder / "tiny", chat_template=TEMPLATE, max_position_embeddings=16384)
     )
-    question: Any = "What is 1+1?"
+    question: Any = "how much is 1+1?"
     if case.name != "ppo":
         question = [{"role": "user", "content": question}]
     rows = [{"prompt": question, "answer": "2"}] * 1024
