@@ -1,0 +1,57 @@
+"""DeepSpeed's C++ operators, which torch compiles on their first use on a machine."""
+
+from __future__ import annotations
+
+import fcntl
+import os
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from glob import iglob
+from pathlib import Path
+
+from openrlhf.reporting import notice
+
+TURNS = ".openrlhf.lock"  # file in torch's folder that the compiling process locks
+
+
+@contextmanager
+def compiling() -> Iterator[None]:
+    """Let only this process compile operators until the block exits.
+
+    During a compilation, torch keeps a file named `lock` in the operator's folder, and other
+    processes wait until the file is gone. A process that is killed leaves the file behind, and
+    all later runs would wait forever. Abandoned files are therefore removed first.
+    """
+    from torch.utils.cpp_extension import get_default_build_root  # slow to import
+
+    folder = Path(os.environ.get("TORCH_EXTENSIONS_DIR") or get_default_build_root())
+    folder.mkdir(parents=True, exist_ok=True)
+    descriptor = os.open(folder / TURNS, os.O_RDWR | os.O_CREAT, 0o666)
+    try:
+        with suppress(OSError):  # the file system does not support locks
+            fcntl.flock(descriptor, fcntl.LOCK_EX)
+        for lock in (*folder.glob("*/lock"), *folder.glob("*/*/lock")):
+            if is_abandoned(lock):
+                lock.unlink(missing_ok=True)
+                notice(f"Removed {lock}, which a killed compilation left behind.")
+        yield
+    finally:
+        os.close(descriptor)
+
+
+def is_abandoned(lock: Path) -> bool:
+    """Return whether no process on this machine has the file open, which only Linux can tell.
+
+    A compiling process has its lock file open. Returns False for another user's file, because that
+    user's open files are not visible.
+    """
+    with suppress(OSError):  # the file is gone
+        found = lock.stat()
+        if found.st_uid != os.getuid() or not os.path.exists("/proc/self/fd"):
+            return False
+        for descriptor in iglob("/proc/[0-9]*/fd/*"):
+            with suppress(OSError):  # the process has ended
+                if os.path.samestat(os.stat(descriptor), found):
+                    return False
+        return True
+    return False
