@@ -45,11 +45,13 @@ class EngineLayout:
     zero_stage: int
     tensor_parallel_size: int = 1
     param_dtype: str = "bf16"
+    optim: str = "adam"
 
     def __str__(self) -> str:
         return (
             f"{self.world_size} process(es) with ZeRO stage {self.zero_stage} in "
-            f"{self.param_dtype}, tensor parallel size {self.tensor_parallel_size}"
+            f"{self.param_dtype}, tensor parallel size {self.tensor_parallel_size}, optimizer "
+            f"{self.optim}"
         )
 
 

@@ -31,6 +31,7 @@ TRAINING_FLAGS = (
     "ds.overlap_comm",
     "ds.adam_offload",
     "ds.param_offload",
+    "ds.zpg",
     "ds.use_universal_ckpt",
     "ds.lora",
 )

@@ -5,6 +5,7 @@ from collections.abc import Iterator
 from openrlhf.config import choices, sampling_rules
 from openrlhf.config.learning import RLFlags
 from openrlhf.config.rules import single_process_notices
+from openrlhf.config.training_rules import muon_notices
 
 LARGE_CLIP_OF_SEQUENCES = 0.01  # sequence-level ratios stay close to 1
 
@@ -13,6 +14,7 @@ def notices(config: RLFlags) -> Iterator[str]:
     """Yield all notices about an RL configuration."""
     for topic in (
         step_notices,
+        optimizer_notices,
         loss_notices,
         kl_notices,
         reward_notices,
@@ -44,6 +46,15 @@ def step_notices(config: RLFlags) -> Iterator[str]:
         yield "--eval.dataset is never used: set --eval.steps or --eval.at_start."
     if train.dynamic_batch_enable and not config.given.get("ds.packing_samples"):
         yield "--train.dynamic_batch_enable turns on --ds.packing_samples."
+
+
+def optimizer_notices(config: RLFlags) -> Iterator[str]:
+    """Yield notices about the learning rates of Muon."""
+    if config.rollout.only:
+        return
+    yield from muon_notices(config.actor, config.given, "actor.")
+    if config.estimator.needs_critic:
+        yield from muon_notices(config.critic, config.given, "critic.")
 
 
 def loss_notices(config: RLFlags) -> Iterator[str]:

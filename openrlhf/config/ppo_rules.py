@@ -6,7 +6,7 @@ from typing import Any
 
 from openrlhf.config import choices, machine, sampling_rules, training_rules
 from openrlhf.config.flags import value_at
-from openrlhf.config.learning import RLFlags
+from openrlhf.config.learning import ActorConfig, CriticConfig, RLFlags
 from openrlhf.config.rollout import RewardConfig
 from openrlhf.config.rules import probability_violations
 from openrlhf.config.shared import GroupConfig
@@ -250,6 +250,7 @@ def device_violations(config: RLFlags) -> Iterator[str]:
     if config.ds.enable_sleep and config.ds.zero_stage == 0:
         yield "<ds.enable_sleep> needs --ds.zero_stage 1, 2 or 3."
     yield from _slice_violations(config)
+    yield from _training_violations(config)
     yield from _shared_device_violations(config)
     if config.hybrid and not (config.rollout.only or config.rollout.replay_dir):
         yield from _hybrid_violations(config)
@@ -278,6 +279,20 @@ def _slice_violations(config: RLFlags) -> Iterator[str]:
                 "ranks that work on the same rows (<ds.ring_attn_size> x "
                 "<ds.tensor_parallel_size>)."
             )
+
+
+def _training_violations(config: RLFlags) -> Iterator[str]:
+    """Yield violations of the trained models' optimizers and of the second copy of weights."""
+    if config.rollout.only:
+        return
+    trained: dict[str, ActorConfig | CriticConfig] = {"actor": config.actor}
+    if config.estimator.needs_critic:
+        trained["critic"] = config.critic
+    for role, model in trained.items():
+        yield from training_rules.optimizer_violations(model, config.ds, f"{role}.")
+        ranks = model.num_nodes * model.num_gpus_per_node // max(1, config.ds.tensor_parallel_size)
+        devices = f"<{role}.num_nodes> x <{role}.num_gpus_per_node>"
+        yield from training_rules.partition_violations(config.ds, ranks, what=devices)
 
 
 def _shared_device_violations(config: RLFlags) -> Iterator[str]:

@@ -247,7 +247,10 @@ class DeepSpeedConfig(LoadingConfig):
 
     zero_stage: int = option(2, "ZeRO stage.", ge=0, le=3)
     zpg: int = option(
-        1, "Ranks per secondary partition (ZeRO++ hpZ, stage 3).", ge=1, not_yet="use 1"
+        1,
+        "Ranks that together keep a second copy of the weights for the backward pass (ZeRO++ hpZ, "
+        "stage 3), such as those of a node; 1: no copy.",
+        ge=1,
     )
     adam_offload: bool = option(
         False, "Keep the optimizer state in CPU memory and run the optimizer on the CPU."
@@ -395,22 +398,27 @@ class AdamConfig(Section):
     lr: float = option(5e-6, "Peak learning rate.", ge=0)
     betas: tuple[float, float] = option((0.9, 0.95), "Decay rates of the two moments.", ge=0, lt=1)
     eps: float = option(1e-8, "Term added to the denominator for numerical stability.", gt=0)
-    weight_decay: float = option(0.0, "Decoupled weight decay; biases and norms are exempt.", ge=0)
+    weight_decay: float = option(
+        0.0,
+        "Decoupled weight decay, also of the matrices that Muon trains; biases and norms are "
+        "exempt.",
+        ge=0,
+    )
 
 
 class MuonConfig(Section):
-    """Muon for the matrices; AdamW trains all other parameters."""
+    """Muon for the matrices of hidden layers; AdamW trains all other parameters."""
 
     lr: float = option(0.02, "Peak learning rate of the matrices.", ge=0)
     momentum: float = option(0.95, "Momentum.", ge=0, lt=1)
-    ns_steps: int = option(5, "Newton-Schulz iterations; DeepSpeed always uses 5.", ge=1)
-    nesterov: bool = option(True, "Use Nesterov momentum; DeepSpeed always does.")
+    ns_steps: int = option(5, "Newton-Schulz iterations per step.", ge=1)
+    nesterov: bool = option(True, "Use Nesterov momentum.")
 
 
 class OptimizerConfig(Section):
     """Optimizer and learning-rate schedule of one model."""
 
-    optim: str = option("adam", "Optimizer.", choices=("adam", "muon"), not_yet="use adam")
+    optim: str = option("adam", "Optimizer: AdamW or Muon.", choices=("adam", "muon"))
     muon: MuonConfig = MuonConfig()
     adam: AdamConfig = AdamConfig()
     lr_scheduler: str = option("cosine_with_min_lr", "Schedule.", choices=SCHEDULERS)

@@ -36,6 +36,7 @@ class SupervisedConfig(shared.OptimizerConfig, Root):
         micro, default = self.train.micro_batch_size, type(self)().train.micro_batch_size
         if micro != default and "train.micro_batch_size" not in self.given:
             yield f"--train.micro_batch_size is {micro}, each rank's share of <train.batch_size>."
+        yield from training_rules.muon_notices(self, self.given)
         yield from training_rules.held_out_notices(self, "data.dataset", "data.dataset_split")
         yield from super().notices()
 
@@ -56,6 +57,11 @@ class SupervisedConfig(shared.OptimizerConfig, Root):
             micro=train.micro_batch_size,
             what=f"the launcher started {ranks}",
         )
+        sharing = ranks * self.ds.ring_attn_size
+        yield from training_rules.partition_violations(
+            self.ds, sharing, what=f"the launcher started {machine.world_size()}"
+        )
+        yield from training_rules.optimizer_violations(self, self.ds)
         yield from rules.probability_violations(self, "data.dataset", "data.dataset_probs")
 
 

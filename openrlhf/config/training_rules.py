@@ -1,12 +1,18 @@
 """Rules and notices for training commands. The module `rules` defines what a rule is."""
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
 from openrlhf.config.flags import value_at
 from openrlhf.config.rules import is_file
-from openrlhf.config.shared import CheckpointConfig, DeepSpeedConfig, EvalConfig, TrainedModelConfig
+from openrlhf.config.shared import (
+    CheckpointConfig,
+    DeepSpeedConfig,
+    EvalConfig,
+    OptimizerConfig,
+    TrainedModelConfig,
+)
 
 
 def weight_violations(ds: DeepSpeedConfig) -> Iterator[str]:
@@ -28,6 +34,49 @@ def weight_violations(ds: DeepSpeedConfig) -> Iterator[str]:
         yield "<ds.param_offload> needs --ds.zero_stage 3."
     if ds.param_offload == "nvme":
         yield "<ds.param_offload> is not available yet: use cpu."
+
+
+def partition_violations(ds: DeepSpeedConfig, ranks: int, *, what: str) -> Iterator[str]:
+    """Yield a violation if the ranks cannot be divided into groups of --ds.zpg.
+
+    `what` describes the origin of `ranks`.
+    """
+    if ds.zpg <= 1:
+        return
+    if ds.zero_stage != 3:
+        yield "<ds.zpg> needs --ds.zero_stage 3."
+    if ds.tensor_parallel_size > 1:
+        yield (
+            "<ds.zpg> cannot be combined with <ds.tensor_parallel_size>, because neighboring ranks "
+            "then hold different parts of the layers: leave out one of them."
+        )
+    if ranks % ds.zpg:
+        yield (
+            f"<ds.zpg> does not divide the {ranks} rank(s) ({what}) that share the weights: use a "
+            f"divisor of {ranks}."
+        )
+
+
+def optimizer_violations(
+    optimizer: OptimizerConfig, ds: DeepSpeedConfig, section: str = ""
+) -> Iterator[str]:
+    """Yield what an optimizer cannot be combined with. `section` is its flags' prefix."""
+    if optimizer.optim == "muon" and ds.use_universal_ckpt:
+        yield (
+            f"<{section}optim>: --ds.use_universal_ckpt converts only the state of adam. Resume "
+            "with the same number of processes and leave it out."
+        )
+
+
+def muon_notices(
+    optimizer: OptimizerConfig, given: Mapping[str, Any], section: str = ""
+) -> Iterator[str]:
+    """Yield a notice if Muon uses its default learning rate. `section` is its flags' prefix."""
+    if optimizer.optim == "muon" and f"{section}muon.lr" not in given:
+        yield (
+            f"<{section}muon.lr> is the default, a rate for training from scratch. To fine-tune a "
+            "model, start with 0.2 x √(hidden size) x the learning rate for AdamW."
+        )
 
 
 def router_violations(model: TrainedModelConfig, section: str) -> Iterator[str]:

@@ -48,7 +48,7 @@ from openrlhf.training.layout import RankLayout
 from openrlhf.training.strategy import FrozenModel, Strategy
 
 LAYOUT_FLAGS = (
-    "number of processes, --ds.zero_stage, --ds.tensor_parallel_size and --ds.param_dtype"
+    "number of processes, --ds.zero_stage, --ds.tensor_parallel_size, --ds.param_dtype and --optim"
 )
 MORE_STEPS = "For more steps lower --train.batch_size, raise --train.max_epochs or use more rows."
 
@@ -125,7 +125,7 @@ def train(
         run_dir=os.path.abspath(task.config.run.dir),
         started=first_start.moment,
         trained_format=first_start.trained_format,
-        engines={"": layout_of(strategy)},
+        engines={"": layout_of(strategy, task.config.optim)},
         identity=offline_identity(task, plan.train_rows),
         planned_updates=plan.total_steps,
     )

@@ -77,8 +77,8 @@ def prepare(config: PPOConfig, processes: Processes) -> Run | None:
     if checkpoint:
         start = replace(start, run_dir=checkpoint.state.continued_folder(start.run_dir))
         words = (
-            "estimator, --ds.zero_stage, --ds.tensor_parallel_size, --ds.param_dtype and number of "
-            "devices per role"
+            "estimator, --ds.zero_stage, --ds.tensor_parallel_size, --ds.param_dtype, number of "
+            "devices per role, --actor.optim and --critic.optim"
         )
         checkpoint.check_continued_by(start, layout=words, converts=config.ds.use_universal_ckpt)
         done = checkpoint.state.step

@@ -11,8 +11,8 @@ from openrlhf.checkpoints.manifest import EngineLayout
 from openrlhf.config.commands import ModelCommand
 from openrlhf.config.evaluation import EvaluationConfig
 from openrlhf.config.inference import BatchInferenceConfig
+from openrlhf.config.learning import ActorConfig, CriticConfig
 from openrlhf.config.ppo import PPOConfig
-from openrlhf.config.shared import GroupConfig
 from openrlhf.models.loading import LoadSpec, configuration
 from openrlhf.rollout.engine_settings import Device, EngineSettings
 from openrlhf.rollout.generator import SamplingSpec
@@ -197,7 +197,7 @@ def inference_sampling(config: BatchInferenceConfig) -> SamplingSpec:
 
 def engine_layouts(config: PPOConfig) -> dict[str, EngineLayout]:
     """Return the engine layout of each trained model, by checkpoint part."""
-    roles: dict[str, GroupConfig] = {"_actor": config.actor}
+    roles: dict[str, ActorConfig | CriticConfig] = {"_actor": config.actor}
     if config.estimator.needs_critic:
         roles["_critic"] = config.critic
     layouts: dict[str, EngineLayout] = {}
@@ -207,5 +207,6 @@ def engine_layouts(config: PPOConfig) -> dict[str, EngineLayout]:
             zero_stage=config.ds.zero_stage,
             tensor_parallel_size=config.ds.tensor_parallel_size,
             param_dtype=config.ds.param_dtype,
+            optim=role.optim,
         )
     return layouts

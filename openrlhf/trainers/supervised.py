@@ -338,12 +338,13 @@ class SupervisedTrainer(Generic[Row, Micro]):
             )
 
 
-def layout_of(strategy: Strategy) -> EngineLayout:
-    """Return the layout of this run's checkpoint files."""
+def layout_of(strategy: Strategy, optim: str) -> EngineLayout:
+    """Return the layout of this run's checkpoint files, with the state of the optimizer `optim`."""
     config = strategy.config
     return EngineLayout(
         world_size=strategy.layout.world_size,
         zero_stage=config.zero_stage,
         tensor_parallel_size=config.tensor_parallel_size,
         param_dtype=config.param_dtype,
+        optim=optim,
     )

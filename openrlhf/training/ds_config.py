@@ -13,6 +13,8 @@ def training_config(ds: DeepSpeedConfig, *, max_norm: float, ranks: int) -> dict
     boundaries and loss denominators.
     """
     zero = _zero_config(ds, trained_zero_stage(ds, ranks))
+    if ds.zpg > 1:
+        zero["zero_hpz_partition_size"] = ds.zpg
     if ds.adam_offload:
         zero["offload_optimizer"] = {"device": "cpu"}
     if ds.param_offload == "cpu":

@@ -24,6 +24,7 @@ from openrlhf.observability.metrics import Metric, merge_all
 from openrlhf.training import devices, ds_config
 from openrlhf.training.averaging import WeightAverage, rank_file
 from openrlhf.training.masters import ChangedWeights, restore_masters, round_new_weights
+from openrlhf.training.muon import Muon
 from openrlhf.training.nonfinite import LossTerm, NonFiniteError, describe_cause, watched_gradients
 from openrlhf.training.optimizers import make_optimizer, make_schedule
 from openrlhf.training.quiet_deepspeed import OffloadStateTypeEnum
@@ -77,12 +78,15 @@ class TrainEngine:
             module.train()
         rounded_dtype = ROUNDED_DTYPES.get(ds.param_dtype)
         unrounded = round_new_weights(module, rounded_dtype)
+        wrapped = make_optimizer(module, optimizer, offload=ds.adam_offload)
         engine = initialize(
             config,
             module,
-            optimizer=make_optimizer(module.named_parameters(), optimizer, offload=ds.adam_offload),
-            lr_scheduler=lambda wrapped: make_schedule(wrapped, optimizer, total_steps),
+            optimizer=wrapped,
+            lr_scheduler=lambda scheduled: make_schedule(scheduled, optimizer, total_steps),
         )
+        if isinstance(wrapped, Muon):
+            wrapped.attach(engine.optimizer, strategy.device)
         self.changes: ChangedWeights | None = None  # None if weights are not rounded
         if rounded_dtype:
             restore_masters(engine.module, unrounded)
@@ -168,6 +172,7 @@ class TrainEngine:
         """Free gathered weights that ZeRO 3 keeps between uses, including prefetched ones."""
         if self.sharded:
             self.engine.optimizer.empty_partition_cache()
+            self.engine.optimizer.invalidate_secondary_tensor()  # the copy of --ds.zpg
 
     def optimize(
         self,

@@ -1,7 +1,7 @@
 """Optimizers by name, and the learning-rate schedules of Transformers."""
 
 import math
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -12,9 +12,13 @@ from transformers import get_scheduler
 from openrlhf.algorithms.registry import Registry
 from openrlhf.config.shared import OptimizerConfig
 from openrlhf.reporting import warn
+from openrlhf.training.compiling import compiling
+from openrlhf.training.muon import Muon
+from openrlhf.training.whole import full_shape
 
 # Suffixes of parameter names that get no weight decay: biases and normalization weights.
 NO_DECAY_SUFFIXES = ("bias", "layer_norm.weight", "layernorm.weight", "norm.weight", "ln_f.weight")
+CONVOLUTIONS = (nn.Conv1d, nn.Conv2d, nn.Conv3d)
 DECAY_FRACTION = 0.1  # fraction of the steps in the decay phase of warmup_stable_decay
 
 OPTIMIZERS: Registry[Callable[[list[dict[str, Any]], OptimizerConfig], Optimizer]] = Registry(
@@ -41,7 +45,8 @@ def adamw_in_cpu_memory(groups: list[dict[str, Any]], settings: OptimizerConfig)
     try:
         from deepspeed.ops.adam import DeepSpeedCPUAdam
 
-        return DeepSpeedCPUAdam(groups, lr=adam.lr, betas=adam.betas, eps=adam.eps)
+        with compiling():
+            return DeepSpeedCPUAdam(groups, lr=adam.lr, betas=adam.betas, eps=adam.eps)
     except Exception as error:  # compilers can fail with any exception
         warn(
             "--ds.adam_offload uses torch's AdamW: DeepSpeedCPUAdam could not be compiled "
@@ -50,44 +55,76 @@ def adamw_in_cpu_memory(groups: list[dict[str, Any]], settings: OptimizerConfig)
         return adamw(groups, settings)
 
 
+@OPTIMIZERS.register("muon")
+def muon(groups: list[dict[str, Any]], settings: OptimizerConfig) -> Optimizer:
+    """Return Muon for the groups of matrices, and AdamW for all other parameters."""
+    adam = settings.adam
+    for group in groups:
+        if group["is_muon"]:
+            group["lr"] = settings.muon.lr
+            group["momentum"] = settings.muon.momentum
+            group["nesterov"] = settings.muon.nesterov
+            group["iterations"] = settings.muon.ns_steps
+    return Muon(groups, lr=adam.lr, betas=adam.betas, eps=adam.eps, fused=True)
+
+
 def make_optimizer(
-    named_parameters: Iterable[tuple[str, nn.Parameter]],
-    settings: OptimizerConfig,
-    *,
-    offload: bool = False,
+    module: nn.Module, settings: OptimizerConfig, *, offload: bool = False
 ) -> Optimizer:
-    """Return the optimizer named by --optim for the trained parameters.
+    """Return the optimizer named by --optim for the trained parameters of `module`.
 
     With `offload`, the optimizer state is in CPU memory and Adam runs on the CPU. Raises ValueError
     for an unregistered name.
     """
-    groups = parameter_groups(named_parameters, settings.adam.weight_decay)
+    groups = parameter_groups(module, settings.adam.weight_decay, muon=settings.optim == "muon")
     if offload and settings.optim == "adam":
         return adamw_in_cpu_memory(groups, settings)
     return OPTIMIZERS[settings.optim](groups, settings)
 
 
 def parameter_groups(
-    named_parameters: Iterable[tuple[str, nn.Parameter]], weight_decay: float
+    module: nn.Module, weight_decay: float, *, muon: bool = False
 ) -> list[dict[str, Any]]:
     """Return the parameter groups of trained parameters with and without weight decay.
 
-    Empty groups are omitted, because schedulers fail on them.
+    With `muon`, the hidden layers' matrices are the first group, and each group has an entry
+    `is_muon`. Empty groups are omitted, because schedulers fail on them.
     """
+    matrices: list[nn.Parameter] = []
     decayed: list[nn.Parameter] = []
     undecayed: list[nn.Parameter] = []
-    for name, parameter in named_parameters:
+    not_hidden = _parameters_outside_hidden_layers(module)
+    for name, parameter in module.named_parameters():
         if not parameter.requires_grad:
             continue
         if name.endswith(NO_DECAY_SUFFIXES):
             undecayed.append(parameter)
+        elif muon and len(full_shape(parameter)) >= 2 and parameter not in not_hidden:
+            matrices.append(parameter)
         else:
             decayed.append(parameter)
     groups: list[dict[str, Any]] = [
+        {"params": matrices, "weight_decay": weight_decay},
         {"params": decayed, "weight_decay": weight_decay},
         {"params": undecayed, "weight_decay": 0.0},
     ]
+    if muon:
+        for group in groups:
+            group["is_muon"] = group["params"] is matrices
     return [group for group in groups if group["params"]]
+
+
+def _parameters_outside_hidden_layers(module: nn.Module) -> set[nn.Parameter]:
+    """Return the parameters of embeddings, convolutions and the model's head.
+
+    Embeddings are recognized by their class or by their name, which adapters keep.
+    """
+    found: set[nn.Parameter] = set()
+    for name, layer in module.named_modules():
+        is_embedding = isinstance(layer, nn.Embedding) or "embed" in name
+        if is_embedding or isinstance(layer, CONVOLUTIONS) or name == "head":
+            found.update(layer.parameters())
+    return found
 
 
 def make_schedule(optimizer: Any, settings: OptimizerConfig, total_steps: int) -> Any:

@@ -141,6 +141,8 @@ class Strategy:
         """Load weights directly into shards until the block exits, if `config` uses ZeRO 3."""
         sharding: HfDeepSpeedConfig | None = None
         if config["zero_optimization"]["stage"] == 3:
+            # DeepSpeed creates the groups of --ds.zpg once, and raises an error for a second model.
+            deepspeed.utils.groups._ZERO_PARAM_INTRA_PARALLEL_GROUP = None
             # Otherwise, Transformers would split layers itself, which it cannot do for experts.
             unsplit = {name: value for name, value in config.items() if name != "tensor_parallel"}
             sharding = HfDeepSpeedConfig(unsplit)

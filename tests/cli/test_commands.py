@@ -383,7 +383,9 @@ def test_help_marks_unavailable_flags(
 ) -> None:
     with pytest.raises(SystemExit):
         main.main(["ppo", "--help", "all"])
-    described = " ".join(capsys.readouterr().out.split("--ds.zpg INT ")[1].split("--")[0].split())
+    described = " ".join(
+        capsys.readouterr().out.split("--ds.experts_implementation ")[1].split("--")[0].split()
+    )
     assert described.endswith("Not available yet.")
 
 

@@ -176,7 +176,7 @@ def shown(value: Any) -> Any:
 def optimizer_of(section: OptimizerConfig) -> list[Any]:
     """Return an optimizer for a small module, and the learning rates of its schedule."""
     module = torch.nn.Linear(2, 2)
-    optimizer = make_optimizer(module.named_parameters(), section)
+    optimizer = make_optimizer(module, section)
     schedule, rates = make_schedule(optimizer, section, 40), []
     for _ in range(40):
         rates.append(schedule.get_last_lr())
@@ -186,7 +186,10 @@ def optimizer_of(section: OptimizerConfig) -> list[Any]:
 
 
 def deepspeed_of(config: Any) -> list[Any]:
-    return [training_config(config.ds, max_norm=1.0, ranks=2), inference_config(config.ds)]
+    return [
+        training_config(config.ds, max_norm=1.0, ranks=2),
+        inference_config(config.ds),
+    ]
 
 
 def given_to_all(config: Any) -> Iterator[Any]:

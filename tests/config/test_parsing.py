@@ -288,7 +288,7 @@ def test_all_kinds_of_mistakes_are_reported_together() -> None:
     found = violations(
         "train_ppo_ray",
         (
-            "--xyzzy --adam. 1 --reward.clip_range 5 --actor.adam.lr fast --critic.optim muon "
+            "--xyzzy --adam. 1 --reward.clip_range 5 --actor.adam.lr fast --use_ms "
             "--rollout.temperature 0"
         ),
     )
@@ -297,7 +297,7 @@ def test_all_kinds_of_mistakes_are_reported_together() -> None:
         "--adam.",
         "clip_range takes 2 value(s)",
         "'fast'",
-        "--critic.optim muon is not",
+        "--use_ms is not",
         "is greedy",
     ):
         assert len([text for text in found if part in text]) == 1, part
@@ -317,7 +317,9 @@ def test_violations_caused_by_another_mistake_are_not_reported() -> None:
         )
     # no violation that concerns the default --train.batch_size of 128
     assert len(caught.value.violations) == 1
-    assert violations("train_ppo_ray", "--zpg 2") == ["--ds.zpg 2 is not available yet: use 1."]
+    assert violations("train_ppo_ray", "--ds.experts_implementation eager") == [
+        "--ds.experts_implementation eager is not available yet: leave it out."
+    ]
 
 
 def test_any_number_of_old_names_gets_a_single_notice(capsys: pytest.CaptureFixture[str]) -> None:
@@ -375,5 +377,5 @@ def test_short_help_lists_required_flags_first_and_help_word_finds_flags(
     nothing = printed("nonsense")
     assert "no flag with nonsense" in nothing and "--help all" in nothing
     assert len(printed("all").splitlines()) > 200
-    for word in ("muon.lr", "critic.optim", "ds.zpg"):
+    for word in ("ds.experts_implementation", "use_ms"):
         assert " ".join(printed(word).split()).endswith("Not available yet."), word

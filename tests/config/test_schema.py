@@ -87,4 +87,4 @@ def test_schema_describes_sections_conditions_and_secrets() -> None:
     assert found["ds.lora.alpha"]["x-no-effect"] == "without --ds.lora.rank"
     assert "x-no-effect" not in found["ds.lora.rank"]
     assert found["logger.wandb.key"]["writeOnly"] is True
-    assert "Not available yet" in found["ds.zpg"]["description"]
+    assert "Not available yet" in found["ds.experts_implementation"]["description"]

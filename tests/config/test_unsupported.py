@@ -44,8 +44,8 @@ def test_every_unavailable_flag_is_refused_by_name(command: str, flag: Flag) -> 
 def test_unavailable_flags_are_declared() -> None:
     assert {flag.path for _, flag in UNAVAILABLE} == {
         "ds.use_liger_kernel", "ds.deepcompile", "ds.torch_compile", "ds.nvme_path",
-        "ds.experts_implementation", "actor.freeze_visual_encoder", "ds.zpg", "optim",
-        "actor.optim", "critic.optim", "use_ms", "data.max_images_per_prompt",
+        "ds.experts_implementation", "actor.freeze_visual_encoder", "use_ms",
+        "data.max_images_per_prompt",
     }  # fmt: skip
 
 

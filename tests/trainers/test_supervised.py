@@ -256,7 +256,7 @@ def complaints(checkpoint: Checkpoint) -> str:
     place: Any = OneOfMany(0, 1, stage=2)
     try:
         checkpoint.check_continued_by(
-            RunState(step=0, engines={"": layout_of(place)}, identity=IDENTITY),
+            RunState(step=0, engines={"": layout_of(place, "adam")}, identity=IDENTITY),
             layout="number of processes, --ds.zero_stage and --ds.param_dtype",
         )
     except CheckpointError as error:

@@ -1,0 +1,33 @@
+"""Orthogonalization of matrices, for the steps of Muon."""
+
+import torch
+from torch import Tensor
+
+# Coefficients of the quintic iteration. They do not converge to 1, but move all singular values
+# close to 1 in few iterations.
+A, B, C = 3.4445, -4.7750, 2.0315
+SMALLEST_NORM = 1e-7  # a matrix with a smaller norm stays small
+
+
+@torch.no_grad()
+def orthogonalized(matrix: Tensor, iterations: int = 5) -> Tensor:
+    """Return an approximation of U Vᵀ for matrices U S Vᵀ of shape (…, m, n).
+
+    Each Newton-Schulz iteration computes X ← a X + b (X Xᵀ) X + c (X Xᵀ)² X. After five, the
+    nonzero singular values are between about 0.7 and 1.2. The result depends on the matrix's
+    direction but not on its norm. Computes in the matrix's data type.
+
+    Jordan et al. 2024, https://kellerjordan.github.io/posts/muon/
+    """
+    is_tall = matrix.shape[-2] > matrix.shape[-1]
+    x = matrix
+    if is_tall:
+        x = x.mT
+    norm = x.square().sum(dim=(-2, -1), keepdim=True).sqrt()
+    x = x / norm.clamp(min=SMALLEST_NORM)
+    for _ in range(iterations):
+        gram = x @ x.mT
+        x = A * x + (B * gram + C * (gram @ gram)) @ x
+    if is_tall:
+        x = x.mT
+    return x

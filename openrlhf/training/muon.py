@@ -1,0 +1,201 @@
+"""Muon: an optimizer whose steps are orthogonalized momentum, one matrix at a time.
+
+Orthogonalization needs whole matrices, but ZeRO gives an optimizer flat tensors that contain parts
+of many parameters. `Muon.attach` finds the parts. In each step, the ranks exchange them so that
+every rank orthogonalizes some of the matrices and returns each rank's part of the result.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any, cast
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from openrlhf.algorithms.orthogonal import orthogonalized
+from openrlhf.training import tensor_parallel
+from openrlhf.training.masters import own_span
+from openrlhf.training.whole import full_shape
+
+# Muon's momentum has the name of Adam's first moment, because DeepSpeed finds states by this name
+# if it moves them to CPU memory.
+MOMENTUM = "exp_avg"
+
+
+@dataclass(frozen=True, kw_only=True)
+class MatrixPart:
+    """This rank's part of a matrix, or of a stack of matrices, in a flat tensor."""
+
+    parameter: nn.Parameter
+    start: int  # the position of the part in the flat tensor
+    sizes: tuple[int, ...]  # number of elements in the part of each rank
+    rank: int  # this rank
+
+    def of(self, flat: Tensor) -> Tensor:
+        """Return a view of the part in a tensor with the layout of the flat tensor."""
+        return flat.view(-1).narrow(0, self.start, self.sizes[self.rank])
+
+
+class Muon(torch.optim.AdamW):
+    """Muon for the groups with `is_muon`, and AdamW for all other groups.
+
+    A Muon step is W ← (1 − ηλ) W − η √max(1, m/n) · orthogonalized(u) for an m × n matrix, with the
+    momentum b ← μ b + (1 − μ) g and u = (1 − μ) g + μ b (Nesterov), or u = b. The gradient g has
+    been clipped by its norm over all parameters before the step.
+
+    Jordan et al. 2024, https://kellerjordan.github.io/posts/muon/
+    """
+
+    def __init__(self, groups: list[dict[str, Any]], **adam: Any) -> None:
+        """Create the optimizer. The group with `is_muon` is the first, if there is one.
+
+        It also needs `momentum`, `nesterov` and `iterations`.
+        """
+        super().__init__(groups, **adam)
+        self._matrices: list[nn.Parameter] = []
+        if groups[0]["is_muon"]:
+            self._matrices = list(groups[0]["params"])
+        self._ranks: dist.ProcessGroup | None = None  # None if this rank has whole matrices
+        self._device = torch.device("cpu")
+        self._parts: dict[Tensor, list[MatrixPart]] = {}  # flat tensor → parts of matrices
+
+    def attach(self, zero: Any, device: torch.device) -> None:
+        """Find the matrices in the tensors that this optimizer updates. Collective.
+
+        `zero` is the DeepSpeed optimizer that wraps this one, or this optimizer with ZeRO 0.
+        Matrices are exchanged and orthogonalized on `device`.
+        """
+        self._device = device
+        matrices = set(self._matrices)
+        if zero is self:
+            for matrix in matrices:
+                whole = MatrixPart(parameter=matrix, start=0, sizes=(matrix.numel(),), rank=0)
+                self._parts[matrix] = [whole]
+            return
+        self._ranks = zero.dp_process_group
+        if hasattr(zero, "fp16_groups"):  # ZeRO 3
+            flats = zip(zero.fp32_partitioned_groups_flat, zero.fp16_groups, strict=True)
+            for flat, parameters in flats:
+                if parameters[0] in matrices:
+                    self._parts[flat] = self._parts_of(parameters)
+        elif matrices:
+            [flat] = self.param_groups[0]["params"]
+            self._parts[flat] = self._parts_of(self._matrices)
+
+    def _parts_of(self, parameters: list[Any]) -> list[MatrixPart]:
+        """Return the parts of a flat tensor's parameters. Collective."""
+        starts: list[int] = []
+        own_sizes: list[int] = []
+        end = 0
+        for parameter in parameters:
+            span = own_span(parameter)
+            own_sizes.append(span.stop - span.start)
+            if hasattr(parameter, "ds_id"):
+                starts.append(end)
+                end += parameter.partition_numel()  # includes the padding of the last shard
+            elif parameter._hp_mapping is None:
+                starts.append(0)  # this rank has no part of the parameter
+            else:
+                starts.append(parameter._hp_mapping.hp_fragment_address.start)
+        own = torch.tensor(own_sizes, device=self._device)
+        gathered = [torch.empty_like(own) for _ in range(dist.get_world_size(self._ranks))]
+        dist.all_gather(gathered, own, group=self._ranks)
+        parts: list[MatrixPart] = []
+        rank = dist.get_rank(self._ranks)
+        for parameter, start, *sizes in zip(parameters, starts, *gathered, strict=True):
+            parts.append(
+                MatrixPart(
+                    parameter=parameter, start=start, sizes=tuple(map(int, sizes)), rank=rank
+                )
+            )
+        # Ranks work on consecutive matrices at the same time, so those should have similar sizes.
+        # All ranks must use the same order.
+        parts.sort(key=lambda part: full_shape(part.parameter), reverse=True)
+        return parts
+
+    @torch.no_grad()
+    def step(self, closure: Callable[[], float] | None = None) -> float | None:  # pyright: ignore[reportIncompatibleMethodOverride]
+        """Update the parameters in all groups. Collective if DeepSpeed partitions them."""
+        groups = self.param_groups
+        others: list[dict[str, Any]] = []
+        for group in groups:
+            if not group["is_muon"]:
+                others.append(group)
+                continue
+            for flat in group["params"]:
+                if flat.grad is not None:
+                    self._update(flat, group)
+        self.param_groups = others
+        try:
+            return super().step(closure)
+        finally:
+            self.param_groups = groups
+
+    def _update(self, flat: Tensor, group: dict[str, Any]) -> None:
+        """Update the parts of matrices in a flat tensor. Collective."""
+        gradient = cast(Tensor, flat.grad)
+        state = self.state[flat]
+        if MOMENTUM not in state:
+            state[MOMENTUM] = torch.zeros_like(flat)
+            state["step"] = torch.zeros(())  # AdamW requires a count in every state that it loads
+        momentum: Tensor = state[MOMENTUM]
+        momentum.lerp_(gradient, 1 - group["momentum"])
+        flat.mul_(1 - group["lr"] * group["weight_decay"])
+        parts = self._parts[flat]
+        ranks = len(parts[0].sizes)
+        for first in range(0, len(parts), ranks):
+            chunk = parts[first : first + ranks]
+            directions: list[Tensor] = []
+            for part in chunk:
+                direction = part.of(momentum)
+                if group["nesterov"]:
+                    direction = part.of(gradient).lerp(direction, group["momentum"])
+                directions.append(direction)
+            steps = self._orthogonalized_parts(chunk, directions, group["iterations"])
+            for part, step in zip(chunk, steps, strict=True):
+                part.of(flat).sub_(step.to(flat), alpha=group["lr"])
+
+    def _orthogonalized_parts(
+        self, chunk: list[MatrixPart], directions: list[Tensor], iterations: int
+    ) -> list[Tensor]:
+        """Return this rank's parts of the orthogonalized matrices of a chunk. Collective.
+
+        Each rank orthogonalizes the matrix at its own index in the chunk.
+        """
+        rank = chunk[0].rank
+        own_sizes = [part.sizes[rank] for part in chunk]
+        if self._ranks is None:
+            return [_muon_direction(chunk[0].parameter, directions[0], iterations)]
+        missing = [0] * (dist.get_world_size(self._ranks) - len(chunk))
+        sent = torch.cat(directions).to(self._device)
+        sizes = [0] * len(chunk[0].sizes)  # elements of this rank's matrix on each rank
+        if rank < len(chunk):
+            sizes = list(chunk[rank].sizes)
+        matrix = sent.new_empty(sum(sizes))
+        # The parts of a matrix arrive in the order of the ranks, as they are in the matrix.
+        dist.all_to_all_single(matrix, sent, sizes, own_sizes + missing, group=self._ranks)
+        if rank < len(chunk):
+            matrix = _muon_direction(chunk[rank].parameter, matrix, iterations)
+        dist.all_to_all_single(sent, matrix, own_sizes + missing, sizes, group=self._ranks)
+        return list(sent.split(own_sizes))
+
+
+def _muon_direction(parameter: Any, flat: Tensor, iterations: int) -> Tensor:
+    """Return √max(1, m/n) · orthogonalized(matrix), flattened, for this rank's flat direction.
+
+    Collective over the ranks that tensor parallelism splits the matrix over, which all compute the
+    whole result.
+    """
+    shape = getattr(parameter, "ds_shape", parameter.shape)
+    whole = tensor_parallel.joined(parameter, flat.view(shape))
+    rows, columns = whole.shape[-2:]
+    direction = torch.empty_like(whole)
+    # one matrix of a stack of experts at a time, to save memory
+    for matrix, result in zip(
+        whole.view(-1, rows, columns), direction.view(-1, rows, columns), strict=True
+    ):
+        result.copy_(orthogonalized(matrix, iterations) * max(1.0, rows / columns) ** 0.5)
+    return tensor_parallel.part_of(parameter, direction).flatten()

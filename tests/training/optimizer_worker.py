@@ -1,0 +1,169 @@
+"""Ranks that train a tiny model with an optimizer in several layouts, and save its weights."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import subprocess
+import sys
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from openrlhf.config.shared import (
+    AdamConfig,
+    DeepSpeedConfig,
+    LoraConfig,
+    MuonConfig,
+    OptimizerConfig,
+)
+from openrlhf.core.batches import TokenRows
+from openrlhf.models.policy import PolicyModel
+from openrlhf.training.averaging import WeightAverage
+from openrlhf.training.engine import TrainEngine
+from openrlhf.training.layout import RankLayout
+from openrlhf.training.strategy import Strategy
+from tests.loading import load_spec
+from tests.ranks import ROOT, fork_ranks
+from tests.tiny import save_tiny_model
+from tests.trainers.offline_job import weights_of
+from tests.training.window_worker import batch
+
+STEPS = 3
+MUON = MuonConfig(lr=0.02, momentum=0.9)
+OPTIMIZER = OptimizerConfig(
+    optim="muon",
+    muon=MUON,
+    # With a large epsilon, an update is nearly linear in the gradient, so that weights can be
+    # compared as tightly as gradients.
+    adam=AdamConfig(lr=1.0, eps=1.0, weight_decay=0.1),
+    lr_scheduler="constant",
+    lr_warmup_ratio=0.0,
+    max_norm=0.0,
+)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Case:
+    """One run: a layout of ranks and the settings of the optimizer."""
+
+    ranks: int = 2
+    zero: int = 1
+    sp: int = 1
+    tp: int = 1
+    zpg: int = 1
+    model: str = "llama"  # a model kind in `tests.tiny`
+    dtype: str = "fp32"
+    max_norm: float = 0.0
+    offload: bool = False
+    lora: bool = False
+    optim: str = "muon"
+    resume_at: int | None = None  # resume from a checkpoint in a new engine after this step
+
+
+def run(case: Case, folder: Path) -> list[dict[str, Tensor]]:
+    """Return the weights before the first step and after each step."""
+    ds = DeepSpeedConfig(
+        zero_stage=case.zero,
+        param_dtype=case.dtype,
+        packing_samples=True,
+        attn_implementation="sdpa",
+        adam_offload=case.offload,
+        zpg=case.zpg,
+        ring_attn_size=case.sp,
+        tensor_parallel_size=case.tp,
+        lora=LoraConfig(rank=4, alpha=8) if case.lora else LoraConfig(),
+    )
+    strategy = Strategy(ds, RankLayout.from_flags(ds, processes=case.ranks), seed=0)
+    engine = new_engine(case, strategy, folder)
+    weights = [weights_of(engine)]
+    for step in range(STEPS):
+        if step == case.resume_at:
+            place = folder / "checkpoints"
+            if strategy.is_main:
+                shutil.rmtree(place, ignore_errors=True)
+            strategy.barrier()
+            engine.save(str(place), "saved")
+            engine = new_engine(case, strategy, folder)
+            engine.load(str(place), "saved")
+        take_step(engine, strategy, step)
+        weights.append(weights_of(engine))
+    return weights
+
+
+def new_engine(case: Case, strategy: Strategy, folder: Path) -> TrainEngine:
+    """Return an engine for the model of the case."""
+    spec = load_spec(
+        path=str(folder / case.model),
+        param_dtype=case.dtype,
+        attention="sdpa",
+        packing=True,
+        lora=strategy.config.lora,
+    )
+    optimizer = replace(OPTIMIZER, optim=case.optim, max_norm=case.max_norm)
+    engine = TrainEngine(strategy, lambda: PolicyModel.load(spec), optimizer, total_steps=STEPS)
+    engine.average = WeightAverage(engine.module, strategy, 0.5)
+    return engine
+
+
+def take_step(engine: TrainEngine, strategy: Strategy, step: int) -> None:
+    """Take an optimizer step over this rank's rows. The gradient is ten times larger in step 0."""
+    rows = batch(step)
+    mine = rows.select(list(range(strategy.dp_rank, rows.num_samples, strategy.dp_size)))
+    factor = 10.0 if step == 0 else 1.0
+
+    def loss(micro: TokenRows, totals: Any) -> tuple[Tensor, dict[str, Any]]:
+        scores = engine(micro.tokens, micro.offsets, micro.loss_mask)
+        return -factor * scores.logprobs.sum() / totals["tokens"], {}
+
+    def counts(micro: TokenRows) -> dict[str, float]:
+        return {"tokens": float(micro.loss_mask.sum())}
+
+    cut = [list(range(i, min(i + 3, mine.num_samples))) for i in range(0, mine.num_samples, 3)]
+    engine.optimize(mine.split(cut), counts=counts, loss=loss)
+
+
+def run_cases(cases: list[Case], folder: Path, out: Path) -> None:
+    """Run the cases as one rank, and save the weights of all cases."""
+    torch.set_num_threads(1)
+    results = {case: run(case, folder) for case in cases}
+    if os.environ["RANK"] == "0":
+        torch.save(results, out)
+
+
+def run_all(cases: list[Case], folder: Path) -> dict[Case, list[dict[str, Tensor]]]:
+    """Run the cases on their ranks, and return the weights before and after each step."""
+    for kind in {case.model for case in cases}:
+        save_tiny_model(folder / kind, kind, seed=1)
+    torch.save(cases, folder / "cases.pt")
+    # This runs in its own process, because ranks must be forked before any thread is started.
+    command = [
+        sys.executable,
+        "-m",
+        __name__,
+        str(folder / "cases.pt"),
+        str(folder),
+    ]
+    finished = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=500)
+    results: dict[Case, list[dict[str, Tensor]]] = {}
+    for file in folder.glob("results-*.pt"):
+        results |= torch.load(file, weights_only=False)
+    assert len(results) == len(cases), finished.stdout[-2000:] + finished.stderr[-4000:]
+    return results
+
+
+def main() -> None:
+    """Run the cases in the file of the first argument. The second argument is the model folder."""
+    cases: list[Case] = torch.load(sys.argv[1], weights_only=False)
+    folder = Path(sys.argv[2])
+    for ranks in sorted({case.ranks for case in cases}):
+        # After an engine with tensor parallelism, DeepSpeed cannot build one without it.
+        members = sorted((case for case in cases if case.ranks == ranks), key=lambda case: case.tp)
+        fork_ranks(ranks, run_cases, members, folder, folder / f"results-{ranks}.pt")
+
+
+if __name__ == "__main__":
+    main()
