@@ -221,8 +221,9 @@ def stand_ins(folder: Path, model: str | Path | None, data: Path | None) -> tupl
     if model is None:
         from tests.tiny import save_tiny_model
 
+        sizes = {"hidden_size": 64, "num_attention_heads": 2, "num_key_value_heads": 1}
         model = save_tiny_model(
-            folder / "tiny", chat_template=TEMPLATE, max_position_embeddings=512
+            folder / "tiny", chat_template=TEMPLATE, max_position_embeddings=512, **sizes
         )
     small = folder / "data"
     (small / PROMPTS).parent.mkdir(parents=True)
