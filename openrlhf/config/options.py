@@ -205,6 +205,9 @@ class Reader:
         self.doubtful.update(paths)
         dashes = name.removesuffix(bare)
         hint = did_you_mean([dashes + path for path in paths])
+        section = f"{bare.rstrip('.')}."
+        if any(path.startswith(section) for path in available):
+            hint += f" --help {section} lists the flags of this section."
         return f"{self.command} has no flag {name}.{hint}"
 
     def _drop_own_folder(self, file: Path) -> None:

@@ -119,6 +119,14 @@ def test_misspelled_flag_error_suggests_the_most_similar_flag_first(
     assert "--logger.wandb.key" not in suggested
 
 
+@pytest.mark.parametrize("typed", ["--ds", "--ds.", "--ds.lora."])
+def test_section_without_a_flag_suggests_the_help_of_the_section(typed: str) -> None:
+    section = f"{typed.removeprefix('--').rstrip('.')}."
+    (sentence,) = violations("train_sft", f"{typed} 1")
+    assert sentence.startswith(f"train_sft has no flag {typed}.")
+    assert sentence.endswith(f" --help {section} lists the flags of this section.")
+
+
 def test_unknown_flag_without_close_match_gets_no_suggestion() -> None:
     assert violations("train_sft", "--xyzzy") == ["train_sft has no flag --xyzzy."]
 
