@@ -316,11 +316,22 @@ def map_rows(
                     desc="Tokenizing",
                 )
     except UnicodeDecodeError as error:
-        raise DataError(f"{source_of(dataset)} has text that is not UTF-8: {error}.") from error
+        raise DataError(f"{_undecodable(dataset)} has text that is not UTF-8: {error}.") from error
     except Exception:
         if asked():  # on termination, the library raises a worker timeout instead of SystemExit
             raise SystemExit(asked()) from None
         raise
+
+
+def _undecodable(dataset: Dataset) -> str:
+    """Return the origin of the first row with text that is not UTF-8."""
+    origins = dataset.select_columns([SOURCE, ROW])
+    for place in range(len(dataset)):
+        try:
+            dataset[place]
+        except UnicodeDecodeError:
+            return origin_of(origins[place])
+    return source_of(dataset)
 
 
 @contextmanager

@@ -224,6 +224,10 @@ class CsvFiles(_TextFiles):
 
     BUILDER_CONFIG_CLASS = CsvConfig
 
+    def _features(self, files: list[TextFile]) -> Features:
+        """Return a text type for every column, even if all its cells are empty."""
+        return Features(dict.fromkeys(super()._features(files), Value("string")))
+
     def _read(self, file: IO[bytes], name: str) -> Rows:
         config: Any = self.config
         records = csv_records(file, name, config.delimiter or config.sep)

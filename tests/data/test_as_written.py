@@ -411,3 +411,10 @@ def test_empty_cell_in_a_training_column_raises_error(tmp_path: Path) -> None:
     loaded = load_datasets(str(tmp_path / "x.csv"), split="train", max_samples=9, seed=0)
     with pytest.raises(DataError, match=r"x\.csv, row 2, column 'output'"):
         SFTDataset(loaded, build_tokenizer(), SFTDataConfig(output_key="output"))
+
+
+def test_csv_column_without_values_is_text(tmp_path: Path) -> None:
+    (tmp_path / "empty.csv").write_text("input,output,note\na,b,\nc,d,\n")
+    rows = load_datasets(str(tmp_path / "empty.csv"), split="train", max_samples=9, seed=0)
+    assert rows.features["note"].dtype == "string"
+    assert rows[0]["note"] is None

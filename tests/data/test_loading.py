@@ -361,11 +361,11 @@ def test_error_for_a_file_that_is_not_utf8_names_the_line(
         load(str(path))
 
 
-def test_error_for_saved_text_that_is_not_utf8_names_the_dataset(tmp_path: Path) -> None:
+def test_error_for_saved_text_that_is_not_utf8_names_dataset_and_row(tmp_path: Path) -> None:
     broken = pa.array([b"x", b"\xff"]).view(pa.string())
     Dataset(pa.table({"a": broken})).save_to_disk(tmp_path / "saved")
     rows = load(str(tmp_path / "saved"))
-    with pytest.raises(DataError, match=r"saved has text that is not UTF-8"):
+    with pytest.raises(DataError, match=r"saved, row 2 has text that is not UTF-8"):
         map_rows(
             rows,
             ["a"],
