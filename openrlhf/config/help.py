@@ -52,12 +52,13 @@ def help_text(root: type[Any], command: str, *, topic: str = "") -> str:
 
 def _overview(defaults: Any, flags: list[Flag], refused: set[str]) -> Iterator[str]:
     """Yield the required flags, one line per section, and the flags outside sections."""
-    yield "\nRequired:"
-    for flag in flags:
-        if flag.required:
-            yield _entry(flag, refused)
-    yield "\nSections:"
+    required = [flag for flag in flags if flag.required]
+    if required:
+        yield "\nRequired:"
+    for flag in required:
+        yield _entry(flag, refused)
     sections = Counter(flag.path.partition(".")[0] for flag in flags if "." in flag.path)
+    yield "\nSections:" if sections else ""
     for name, count in sections.items():
         yield f"  {name + '.*':14}{count:3} flags  {getattr(defaults, name).__doc__}"
     for flag in flags:
