@@ -137,7 +137,7 @@ def set_own_master(parameter: Any, exact: Tensor) -> None:
 def own_shard(parameter: nn.Parameter) -> Tensor:
     """Return the masters of this rank's ZeRO 3 shard, flattened, with the last shard's padding."""
     shard: Any = deepspeed.utils.safe_get_local_fp32_param(parameter)
-    return shard
+    return shard.detach()  # otherwise, the EMA would record a graph, and could not be resumed
 
 
 def set_own_shard(parameter: nn.Parameter, exact: Tensor) -> None:
