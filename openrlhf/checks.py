@@ -7,9 +7,12 @@ at once, for a real run and for --dry_run alike.
 
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
+from typing import TypeVar
 
 from openrlhf.config.flags import ConfigError, UserError
 from openrlhf.reporting import notice
+
+T = TypeVar("T")
 
 
 @dataclass(frozen=True)
@@ -69,3 +72,16 @@ def report(*findings: Finding) -> None:
             violations.append(str(failure))
     if violations:
         raise CheckError(violations)
+
+
+def loaded(load: Callable[[], T], *others: Callable[[], Iterable[Finding] | None]) -> T:
+    """Return the result of `load`.
+
+    If it raises UserError, run the independent checks `others` as well, and raise all failures
+    together.
+    """
+    try:
+        return load()
+    except UserError as error:
+        report(Finding(str(error), fails=True, error=error), *collect(*others))
+        raise

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from openrlhf.checks import CheckError, Finding, collect, report
+from openrlhf.checks import CheckError, Finding, collect, loaded, report
 from openrlhf.config.flags import ConfigError, UserError
 
 
@@ -65,3 +65,12 @@ def test_same_failure_of_two_checks_is_reported_once() -> None:
     with pytest.raises(UserError) as caught:
         report(*collect(failing, failing))
     assert str(caught.value) == "the token is unknown"
+
+
+def test_failed_load_is_reported_with_other_failures() -> None:
+    with pytest.raises(CheckError) as caught:
+        loaded(lambda: raising("a"), lambda: raising("b"), lambda: [Finding("c", fails=True)])
+    assert caught.value.violations == ["a", "b", "c"]
+    with pytest.raises(ConfigError, match=r"^a$"):
+        loaded(lambda: raising("a"), list)
+    assert loaded(lambda: 1, lambda: raising("not run")) == 1

@@ -8,6 +8,7 @@ from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import aclosing
 from dataclasses import dataclass
+from functools import partial
 from itertools import chain, groupby
 from operator import attrgetter
 from pathlib import Path
@@ -16,7 +17,7 @@ from typing import Any, NoReturn
 
 from transformers import PreTrainedTokenizerBase
 
-from openrlhf.checks import report
+from openrlhf.checks import loaded, report
 from openrlhf.config.reward_test import RewardTestConfig
 from openrlhf.data.errors import check_columns, text_of
 from openrlhf.data.loading import load_datasets
@@ -27,7 +28,7 @@ from openrlhf.masking import without_secrets
 from openrlhf.observability.tables import print_texts
 from openrlhf.reporting import say, warn
 from openrlhf.rewards.labels import check_labels, math_answers
-from openrlhf.rewards.preview import answered, wrong_requests
+from openrlhf.rewards.preview import SHOWN_ERRORS, answered, check_reward_file, wrong_requests
 from openrlhf.rewards.protocol import Reward, RewardRequest, RewardResult
 from openrlhf.rewards.remote_engines import offer_engines
 from openrlhf.rewards.rule import reward_of
@@ -36,7 +37,6 @@ from openrlhf.rewards.servers import IN_FLIGHT
 WRONG_ANSWERS = 100  # number of rows that are also scored with a wrong answer
 SHOWN_OUTPUT = 2000  # maximum characters printed of the reward's output
 SHOWN_EXAMPLES = 5
-SHOWN_ERRORS = 3
 SHOWN_TEXT = 60  # maximum characters printed of a response or label
 
 
@@ -58,7 +58,11 @@ def try_reward(config: RewardTestConfig) -> NoReturn:
     tokenizer = None
     if path:
         tokenizer = get_tokenizer(path, flag="--actor.model_name_or_path")
-    requests = list(read_requests(config, tokenizer))
+
+    def read() -> list[RewardRequest]:
+        return list(read_requests(config, tokenizer))
+
+    requests = loaded(read, partial(check_reward_file, config.reward))
     wrong: list[RewardRequest] = []
     if not config.data.output_key:
         wrong = wrong_requests(requests[:WRONG_ANSWERS], tokenizer)

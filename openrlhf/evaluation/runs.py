@@ -11,7 +11,7 @@ from typing import Literal, TypeVar, cast
 from transformers import PreTrainedTokenizerBase
 
 from openrlhf.agents.play import AgentEpisodes
-from openrlhf.checks import collect, report
+from openrlhf.checks import collect, loaded, report
 from openrlhf.config.evaluation import EvaluationConfig
 from openrlhf.core.trajectory import Trajectory
 from openrlhf.data.errors import check_columns, text_of
@@ -72,7 +72,11 @@ def run_evaluation(config: EvaluationConfig) -> None:
     report(*check_engine_args(config.vllm.engine_args, engine_device()))
     if config.samples_answers:
         offer_engines(config.rollout, config.reward)
-        report(*check_reward(config.reward))
+
+        def read_model() -> None:
+            read_candidate(config, "model")
+
+        report(*loaded(partial(check_reward, config.reward), read_model))
     tasks = {"pass_k": run_pass_k, "rm_accuracy": run_rm_accuracy, "win_rate": run_win_rate}
     run_task = tasks[config.task]
     run_task(config)

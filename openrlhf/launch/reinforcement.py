@@ -9,7 +9,7 @@ from pathlib import Path
 
 from openrlhf.checkpoints.manager import CheckpointManager
 from openrlhf.checkpoints.manifest import Checkpoint, RunState
-from openrlhf.checks import Finding, collect, report
+from openrlhf.checks import Finding, collect, loaded, report
 from openrlhf.cluster.placement import Placement
 from openrlhf.cluster.ray_cluster import expected_machines
 from openrlhf.config.ppo import PPOConfig
@@ -30,7 +30,7 @@ from openrlhf.models.proof import UNPROVEN
 from openrlhf.models.stored_files import check_can_be_exported
 from openrlhf.models.weights import require_finite_files
 from openrlhf.reporting import say
-from openrlhf.rewards.preview import check_reward
+from openrlhf.rewards.preview import check_reward, check_reward_file
 from openrlhf.rewards.remote_engines import offer_engines
 from openrlhf.rollout.engine_check import check_engine_args
 from openrlhf.rollout.engine_settings import Device
@@ -63,7 +63,10 @@ def prepare(config: PPOConfig, processes: Processes) -> Run | None:
     check_engines(config, kind)
     checkpoints, checkpoint = find_checkpoint(config)
     begun = checkpoint.state.first_start if checkpoint else start_of_episodes(config)
-    data = load_prompts(config, started=begun.moment, follows=begun.trained_format)
+    data = loaded(
+        partial(load_prompts, config, started=begun.moment, follows=begun.trained_format),
+        partial(check_reward_file, config.reward),
+    )
     report(*check_parts(config, data, on_gpus=processes.plan.on_gpus))
     start = RunState(
         step=0,

@@ -22,6 +22,8 @@ if TYPE_CHECKING:
 
     from openrlhf.core.trajectory import Prompt
 
+SHOWN_ERRORS = 3  # maximum number of different errors in a message
+
 
 def answered(
     tokenizer: PreTrainedTokenizerBase | None, prompt: str, label: Any, response: str
@@ -77,9 +79,10 @@ async def reward_preview(
     results = await reward.score([*correct, *wrong_requests(correct, tokenizer)])
     errors = [result.error for result in results if result.error is not None]
     if errors:
+        distinct = "\n".join(list(dict.fromkeys(errors))[:SHOWN_ERRORS])
         seen = (
             f"The reward failed on {len(errors)} of {len(results)} test answers built from the "
-            f"labels. First error:\n{errors[0]}"
+            f"labels:\n{distinct}"
         )
         return [Finding(seen)]
     rewards = [result.reward or 0.0 for result in results]
@@ -119,3 +122,10 @@ def check_reward(
         if not reward:
             return []
         return asyncio.run(check(reward))
+
+
+def check_reward_file(rule: RuleConfig) -> list[Finding]:
+    """Load the user's reward function, if any, without waiting for servers. Raises ConfigError."""
+    if not rule.function_path:
+        return []
+    return check_reward(rule)

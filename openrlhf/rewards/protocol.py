@@ -133,25 +133,38 @@ def read_rewards(returned: Any, count: int) -> list[RewardResult]:
     """Convert a reward function's return value for `count` samples to one result per sample.
 
     The expected value is {"rewards": numbers, "scores": numbers, "extra_logs": {name: numbers}}, or
-    just the rewards. Scores default to the rewards. Raises ValueError, which quotes any other
-    value.
+    just the rewards. Scores default to the rewards. Raises ValueError, which quotes all other
+    values.
     """
+    problems: list[str] = []
+
+    def read(name: str, value: Any, *, finite: bool = False) -> list[float]:
+        try:
+            return numbers(name, value, count, finite=finite)
+        except ValueError as error:
+            problems.append(str(error))
+            return []
+
     if not isinstance(returned, Mapping):
         returned = {"rewards": returned}
-    if "rewards" not in returned:
-        raise ValueError(
-            f"returned a dict without 'rewards'; its keys are {sorted(map(str, returned))}"
-        )
-    rewards = numbers("rewards", returned["rewards"], count, finite=True)
+    rewards: list[float] = []
+    if "rewards" in returned:
+        rewards = read("rewards", returned["rewards"], finite=True)
+    else:
+        keys = sorted(map(str, returned))
+        problems.append(f"returned a dict without 'rewards'; its keys are {keys}")
     scores = rewards
     if returned.get("scores") is not None:
-        scores = numbers("scores", returned["scores"], count, finite=True)
+        scores = read("scores", returned["scores"], finite=True)
     logs = returned.get("extra_logs") or {}
-    if not isinstance(logs, Mapping):
-        raise ValueError(f"returned extra_logs that are not a dict: {shown(logs)}")
     log_columns: dict[str, list[float]] = {}
-    for name, value in logs.items():
-        log_columns[str(name)] = numbers(f"extra_logs[{name!r}]", value, count)
+    if isinstance(logs, Mapping):
+        for name, value in logs.items():
+            log_columns[str(name)] = read(f"extra_logs[{name!r}]", value)
+    else:
+        problems.append(f"returned extra_logs that are not a dict: {shown(logs)}")
+    if problems:
+        raise ValueError("; ".join(problems))
     results: list[RewardResult] = []
     for index in range(count):
         sample_logs = {name: column[index] for name, column in log_columns.items()}

@@ -316,3 +316,16 @@ def test_invalid_data_and_files_exit_with_status_2(
         capsys, "--reward.remote_url", folder / "broken.py", *common, "output"
     )
     assert status == 2 and "SyntaxError" in printed
+
+
+def test_mistakes_in_data_and_reward_file_are_reported_together(
+    folder: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (folder / "broken.py").write_text("def reward(queries):\n    return [1.0]\n")
+    status, printed = reward_test(
+        capsys, "--reward.remote_url", folder / "broken.py",
+        "--data.prompt_dataset", rows(folder, ["x"]), "--data.label_key", "answer",
+    )  # fmt: skip
+    assert status == 2
+    assert "2 mistakes" in printed
+    assert "--data.label_key" in printed and "reward_func" in printed

@@ -223,6 +223,18 @@ def test_error_truncates_a_long_return_value():
     assert "10000 rewards for 1 samples" in str(caught.value) and len(str(caught.value)) < 300
 
 
+def test_all_mistakes_of_a_return_value_are_reported_together() -> None:
+    returned = {"reward": [1], "scores": ["good"], "extra_logs": {"a": "x", "b": [1, 2], "c": 3}}
+    with pytest.raises(ValueError) as caught:
+        read_rewards(returned, 1)
+    said = str(caught.value)
+    for part in ("without 'rewards'", "scores", "extra_logs['a']", "2 extra_logs['b']"):
+        assert part in said
+    assert "extra_logs['c']" not in said
+    with pytest.raises(ValueError, match=r"not finite.*extra_logs that are not a dict"):
+        read_rewards({"rewards": [float("nan")], "extra_logs": [1]}, 1)
+
+
 def test_math_verifier_grades_the_response_and_ignores_the_prompt(pool: ProcessPool):
     reward = VerifierReward(RuleConfig(verifier="math", timeout=30), pool)
     asyncio.run(reward.check())
