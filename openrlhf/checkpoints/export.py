@@ -24,6 +24,7 @@ from openrlhf.config.places import OWNED
 from openrlhf.files import disk_of
 from openrlhf.models.adapters import save_adapter
 from openrlhf.models.stored_files import writable, write_generation
+from openrlhf.training.whole import has_adapters
 
 ASIDE = ".export-"  # prefix of temporary folders
 GIB = 2**30
@@ -63,7 +64,7 @@ def export_hf(
         return
     exported = list(state)
     with replacing(Path(path)) as aside:
-        if hasattr(model, "peft_config"):
+        if has_adapters(model):
             save_adapter(model, state, aside)
         else:
             # parameters, and the buffers that are stored in files

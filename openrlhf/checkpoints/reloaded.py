@@ -30,7 +30,7 @@ from openrlhf.models.loading import DTYPES, LoadSpec, pin_longrope, read_model
 from openrlhf.models.probe import find_gap, probe_logits
 from openrlhf.models.weights import stored_weights
 from openrlhf.reporting import notice
-from openrlhf.training.whole import full_shape
+from openrlhf.training.whole import full_shape, has_adapters
 from openrlhf.weights.buckets import bucket_hash
 
 GIB = 2**30
@@ -93,7 +93,7 @@ def compare_reloaded(folder: Path, model: PreTrainedModel, trained: TrainedState
     """
     trained.require_averages()
     size = sum(file.stat().st_size for file in folder.glob("*.safetensors"))
-    adapted = hasattr(model, "peft_config")
+    adapted = has_adapters(model)
     if adapted:
         _compare_adapter(folder, trained)
         if trained.logits is None:
@@ -128,7 +128,7 @@ def compare_files(folder: Path, model: PreTrainedModel, trained: TrainedState) -
     """
     try:
         trained.require_averages()
-        if hasattr(model, "peft_config"):
+        if has_adapters(model):
             _compare_adapter(folder, trained)
         else:
             buffers = dict(model.named_buffers())

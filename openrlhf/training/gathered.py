@@ -10,7 +10,7 @@ from collections.abc import Iterable, Iterator
 from openrlhf.training.engine import TrainEngine
 from openrlhf.training.masters import whole_master
 from openrlhf.training.quiet_deepspeed import deepspeed
-from openrlhf.training.whole import WholeTensor, trained_tensors, whole_tensors
+from openrlhf.training.whole import WholeTensor, has_adapters, trained_tensors, whole_tensors
 from openrlhf.weights.buckets import NamedTensor, cut_into_buckets
 
 
@@ -46,7 +46,7 @@ def exported_bytes(engine: TrainEngine) -> int:
 
 
 def _exported_tensors(engine: TrainEngine) -> Iterator[WholeTensor]:
-    if hasattr(engine.hf, "peft_config"):
+    if has_adapters(engine.hf):
         return trained_tensors(engine.hf)
     return whole_tensors(engine.hf)
 

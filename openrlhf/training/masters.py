@@ -17,7 +17,7 @@ from transformers import PreTrainedModel
 from openrlhf.training import tensor_parallel
 from openrlhf.training.quiet_deepspeed import deepspeed
 from openrlhf.training.stored import read_stored_weights
-from openrlhf.training.whole import full_shape
+from openrlhf.training.whole import full_shape, is_adapter
 
 # Maximum number of weights sampled per rank. They take 8 MB in bfloat16, and measure a changed
 # fraction of 1 % to within 0.005 %.
@@ -55,7 +55,7 @@ def restore_masters(module: nn.Module, new: Mapping[str, Tensor]) -> None:
     for name, value in new.items():
         set_own_master(trained[name], own_part(trained[name], value))
     hf = getattr(module, "hf", None)
-    stored = [name for name in trained if name not in new and ".lora_" not in name]
+    stored = [name for name in trained if name not in new and not is_adapter(name)]
     if not stored or not isinstance(hf, PreTrainedModel) or not hf.name_or_path:
         return
     weights = dict(hf.named_parameters(remove_duplicate=False))

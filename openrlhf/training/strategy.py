@@ -22,6 +22,7 @@ from openrlhf.ring import Ring
 from openrlhf.training import devices, ds_config, tensor_parallel
 from openrlhf.training.layout import RankLayout
 from openrlhf.training.quiet_deepspeed import HfDeepSpeedConfig, deepspeed
+from openrlhf.training.whole import has_adapters
 
 COLLECTIVE_TIMEOUT = timedelta(hours=1)
 
@@ -189,11 +190,6 @@ class FrozenModel:
         """Move the model to CPU memory until its next use, if it is offloaded."""
         if self._moves:
             self._module.to("cpu")
-
-
-def has_adapters(module: nn.Module) -> bool:
-    """Return whether a model has LoRA adapters."""
-    return any(".lora_" in name for name, _ in module.named_parameters())
 
 
 def initialize(config: dict[str, Any], module: nn.Module, **arguments: Any) -> Any:

@@ -25,6 +25,16 @@ class WholeTensor(NamedTuple):
         return max(4 * math.prod(self.shape), part_bytes)
 
 
+def is_adapter(name: str) -> bool:
+    """Return whether the parameter with this name belongs to a LoRA adapter."""
+    return ".lora_" in name
+
+
+def has_adapters(model: nn.Module) -> bool:
+    """Return whether a model has LoRA adapters."""
+    return any(is_adapter(name) for name, _ in model.named_parameters())
+
+
 def whole_tensors(model: nn.Module) -> Iterator[WholeTensor]:
     """Yield every parameter of the plain model by its name in that model, and tied weights once."""
     layers = dict(model.named_modules())
@@ -34,7 +44,7 @@ def whole_tensors(model: nn.Module) -> Iterator[WholeTensor]:
             layer: Any = layers[owner]
             parts = [parameter]
             for layer_name, part in layer.named_parameters():
-                if layer_name.startswith("lora_"):
+                if is_adapter(f"{owner}.{layer_name}"):
                     parts.append(part)
             yield WholeTensor(
                 name=f"{owner}.weight",
@@ -42,7 +52,7 @@ def whole_tensors(model: nn.Module) -> Iterator[WholeTensor]:
                 parts=parts,
                 make=partial(merged, parameter, layer),
             )
-        elif ".lora_" not in name:
+        elif not is_adapter(name):
             yield _single_part(name.replace(".base_layer.", "."), parameter)
 
 
