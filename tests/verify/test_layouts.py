@@ -26,7 +26,7 @@ from tests.e2e.commands import column, launch, numbers, places, run, steps_logge
 from tests.e2e.test_sft import task_rows
 from tests.goldens.record import launch_lines
 from tests.ranks import ROOT
-from tests.tiny import save_reward_model, save_tiny_model
+from tests.tiny import HEADS, save_reward_model, save_tiny_model
 
 pytestmark = pytest.mark.verify
 STEPS = 12
@@ -52,6 +52,7 @@ def sft_flags(workspace: Path, folder: Path, **changes: Any) -> dict[str, Any]:
         "data.max_len": 64,
         "train.batch_size": 8,
         "train.micro_batch_size": 2,
+        "train.max_epochs": 1,
         "train.enable_ema": True,
         "train.ema_beta": 0.5,
         "adam.lr": 1e-2,
@@ -157,8 +158,9 @@ def published(tmp_path_factory: pytest.TempPathFactory) -> Path:
     (folder / "models").mkdir()
     (folder / "data").mkdir()
     template = "{% for message in messages %}{{ message['content'] }}{% endfor %}"
+    sizes: dict[str, Any] = {**HEADS, "num_key_value_heads": 2, "max_position_embeddings": 1 << 17}
     for name in ("base", "sft"):
-        save_tiny_model(folder / "models" / name, "llama", chat_template=template)
+        save_tiny_model(folder / "models" / name, "llama", chat_template=template, **sizes)
     save_reward_model(folder / "models/rm", folder / "models/sft")
     turns = [{"role": "user", "content": "ab"}, {"role": "assistant", "content": "ba"}]
     other = [turns[0], {"role": "assistant", "content": "ab"}]
