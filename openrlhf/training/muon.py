@@ -69,19 +69,19 @@ class Muon(torch.optim.AdamW):
         Matrices are exchanged and orthogonalized on `device`.
         """
         self._device = device
-        matrices = set(self._matrices)
         if zero is self:
-            for matrix in matrices:
+            for matrix in self._matrices:
                 whole = MatrixPart(parameter=matrix, start=0, sizes=(matrix.numel(),), rank=0)
                 self._parts[matrix] = [whole]
             return
         self._ranks = zero.dp_process_group
         if hasattr(zero, "fp16_groups"):  # ZeRO 3
             flats = zip(zero.fp32_partitioned_groups_flat, zero.fp16_groups, strict=True)
-            for flat, parameters in flats:
-                if parameters[0] in matrices:
+            for number, (flat, parameters) in enumerate(flats):
+                group = self.param_groups[zero.sub_group_to_group_id[number]]
+                if group["is_muon"]:
                     self._parts[flat] = self._parts_of(parameters)
-        elif matrices:
+        elif self._matrices:
             [flat] = self.param_groups[0]["params"]
             self._parts[flat] = self._parts_of(self._matrices)
 
