@@ -34,6 +34,7 @@ class ServerError(RuntimeError):
 class _Server:
     url: str
     in_flight: int = 0
+    sent: int = 0  # number of requests sent so far
     pause: float = 0.0  # seconds of the last backoff; 0 after a response
     rests_until: float = 0.0  # end of the backoff, by the monotonic clock
 
@@ -53,8 +54,9 @@ class HTTPServers:
 
     `timeout` (seconds) limits each attempt; `retries` is the number of attempts after the first.
     Each failure of a server extends its backoff. An attempt prefers a server without a backoff,
-    then one not yet tried, then the least busy. If all servers are backing off, the next attempt
-    waits for the server whose backoff ends first. Messages refer to a server as `kind`. `flag` and
+    then one not yet tried, then the least busy, then the one with the fewest requests so far: idle
+    servers are used in rotation. If all servers are backing off, the next attempt waits for the
+    server whose backoff ends first. Messages refer to a server as `kind`. `flag` and
     `limit` are the flags that set its URL and timeout. `key` is sent with every request.
     """
 
@@ -127,10 +129,12 @@ class HTTPServers:
             method = "GET"
         async with self._turns:
             server = min(
-                self.servers, key=lambda each: (each.rest, tried.count(each), each.in_flight)
+                self.servers,
+                key=lambda each: (each.rest, tried.count(each), each.in_flight, each.sent),
             )
             tried.append(server)
             server.in_flight += 1
+            server.sent += 1
             try:
                 async with asyncio.timeout(self.timeout):
                     response = await self._client.request(

@@ -130,6 +130,17 @@ def test_load_is_balanced_across_working_servers(
     assert len(warned) == len(set(warned)) <= 4
 
 
+def test_idle_servers_are_used_in_rotation(server: RewardServer):
+    servers = served_by([f"{server.url}/?number={number}" for number in range(3)])
+
+    async def one_by_one() -> None:
+        for _ in range(7):
+            await servers.score([request("e")])
+
+    asyncio.run(one_by_one())
+    assert [path[-1] for path in server.paths] == list("0120120")
+
+
 def test_unreachable_server_is_reported_before_the_run(
     server: RewardServer, monkeypatch: pytest.MonkeyPatch
 ):
