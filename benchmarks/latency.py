@@ -96,7 +96,8 @@ def main() -> None:
         "train.async_queue_size": given.queue,
         "train.max_staleness": given.staleness,
         "train.partial_rollout_enable": True,
-        "algo.advantage.is_correction_enable": True,
+        "algo.advantage.is_correction_level": "token",
+        "algo.advantage.is_correction_mode": "clip",
     }
     waiting = measured(folder / "synchronous", data, given, {})
     beside = measured(folder / "asynchronous", data, given, ahead)

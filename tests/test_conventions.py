@@ -30,8 +30,8 @@ from openrlhf.algorithms.rewards import overlong_penalty, token_rewards
 from openrlhf.algorithms.supervised_losses import soft_cross_entropy
 from openrlhf.algorithms.tensors import linear_logprobs, masked_whiten
 from openrlhf.config.algorithm import AdvantageConfig
-from openrlhf.config.choices import CORRECTIONS
 from openrlhf.config.choices import POLICY_LOSSES as POLICY_LOSS_FLAGS
+from openrlhf.config.legacy_values import PRESETS
 from tests.algorithms.test_kl import exact_kl_gradient
 from tests.sources import ROOT
 
@@ -69,9 +69,9 @@ def shaped(name: str, rewards: list[float]) -> torch.Tensor:
 
 
 def weights(preset: str, omegas: list[float], band: tuple[float, float]) -> str:
-    level, mode = cast(tuple[Level, Mode], CORRECTIONS[preset])
+    level, mode = cast(tuple[Level, Mode], PRESETS[preset])
     old = torch.tensor([omegas]).log()
-    correction = Correction(level=level, mode=mode, low=band[0], high=band[1])
+    correction = Correction(gating="ratio", level=level, mode=mode, low=band[0], high=band[1])
     return numbers(
         correction_weights(old, torch.zeros_like(old), torch.ones_like(old) > 0, correction)[0][0]
     )
@@ -219,7 +219,7 @@ def tis() -> list[str]:
             f"{weights('tis', [0.4, 1, 9], band)}"
         ),
         (
-            "With the band 0 to 2, the authors' own form, they become "
+            "With the threshold 0 to 2, the authors' own form, they become "
             f"{weights('tis', [0.4, 1, 9], (0.0, 2.0))}"
         ),
     ]

@@ -171,6 +171,16 @@ def mean_baseline(rewards: PerSample, group: GroupIds) -> PerSample:
     return group_statistics(rewards, group).centered.to(rewards.dtype)
 
 
+@advantage_estimator("flash_reinforce")
+def batch_baseline(rewards: PerSample, group: GroupIds) -> PerSample:
+    """Compute R_i − mean of the rewards of the batch, in float64. Equal rewards give exactly zero.
+
+    OpenRLHF's FlashREINFORCE: no groups and no whitening, for one sample per prompt. The baseline
+    is the batch mean of REINFORCE with a baseline (Williams 1992).
+    """
+    return group_statistics(rewards, torch.zeros_like(group)).centered.to(rewards.dtype)
+
+
 @advantage_estimator("rloo")
 def rloo(rewards: PerSample, group: GroupIds) -> PerSample:
     """Compute R_i − mean of the *other* rewards of the prompt, which is (R_i − mean) · n / (n − 1).

@@ -1,70 +1,137 @@
 """Corrections for the train/rollout mismatch, in which the trainer and the engine assign different
 probabilities to the same token.
 
-ω = π_old / π_rollout, where the trainer recomputes π_old. A correction multiplies the loss of each
-token by a weight computed from ω. It has three parts: the *level* at which ω is computed, the
-*mode* in which ω is bounded, and the *band* that contains the bounds.
+For a sampled token, p = π_rollout is the engine's probability, q = π_old is the probability that
+the trainer recomputes, and ω = q / p. A correction multiplies the loss of each token by a weight.
+It has four parts: the *gating* statistic, the *level* at which the statistic is computed, the
+*band* that the statistic is compared with, and the *mode*, which defines the weight outside it.
 """
 
 from dataclasses import dataclass
 from typing import Literal
 
 import torch
+from jaxtyping import Bool
 from torch import Tensor
 
 from openrlhf.algorithms.tensors import PerToken, TokenMask, bounded_exp, log_ratio
 
-Level = Literal["token", "sequence", "geometric"]
-Mode = Literal["clip", "mask", "truncate"]
+Gating = Literal["ratio", "binary_kl", "tv"]
+Level = Literal["token", "seq", "seq-product"]
+Mode = Literal["mask", "clip"]
+MIN_PROBABILITY = 1e-6  # divergences clip p and q to [1e-6, 1 − 1e-6]
 
 
 @dataclass(frozen=True, kw_only=True)
 class Correction:
-    """A level, a mode and a band, 0 ≤ low < high.
+    """A gating statistic, a level, a mode and a band, 0 ≤ low < high.
 
-    The level is the token's own ω, the product of ω over its row, or the geometric mean of ω over
-    its row. The mode is one of three: `clip` clips the level's ω to the band; `truncate` applies
-    only the upper bound; `mask` weights the token by its own ω, or by 0 if the level's ω is outside
-    the band.
+    `mask` weights a token by its own ω, which is not clipped, or by 0 if the statistic is outside
+    the band. `clip` weights it by the statistic, clipped to the band, and requires the gating
+    `ratio`. The level `seq-product` also requires `ratio`.
     """
 
+    gating: Gating
     level: Level
     mode: Mode
     low: float
     high: float
 
 
+def binary_kl(old_logprobs: PerToken, rollout_logprobs: PerToken) -> PerToken:
+    """Compute p ln(p/q) + (1 − p) ln((1 − p)/(1 − q)) in nats, in float64.
+
+    This is KL(π_rollout‖π_old) if only the sampled token is distinguished from all others. Qi et
+    al. 2026, arXiv:2602.04879 (binary approximation)
+    """
+    p, q = _probabilities(rollout_logprobs), _probabilities(old_logprobs)
+    return p * (p / q).log() + (1 - p) * ((1 - p) / (1 - q)).log()
+
+
+def total_variation(old_logprobs: PerToken, rollout_logprobs: PerToken) -> PerToken:
+    """Compute |p − q| in float64: the total variation distance if only the sampled token is
+    distinguished from all others.
+
+    Qi et al. 2026, arXiv:2602.04879 (binary approximation)
+    """
+    return (_probabilities(rollout_logprobs) - _probabilities(old_logprobs)).abs()
+
+
+def _probabilities(logprobs: PerToken) -> PerToken:
+    return logprobs.double().exp().clamp(MIN_PROBABILITY, 1 - MIN_PROBABILITY)
+
+
+def gate_statistic(
+    old_logprobs: PerToken,
+    rollout_logprobs: PerToken,
+    mask: TokenMask,
+    *,
+    gating: Gating,
+    level: Level,
+) -> PerToken:
+    """Return the statistic that is compared with the band, (B, T). At a sequence level, all tokens
+    of a row have the same value.
+
+    | level | `ratio` | `binary_kl`, `tv` |
+    |---|---|---|
+    | `token` | ω | the token's divergence |
+    | `seq` | exp(mean of ln ω), the geometric mean | mean over the action tokens |
+    | `seq-product` | exp(sum of ln ω), the ratio of the whole answer | – |
+
+    ω and its products are bounded to exp(±20). Values outside `mask` are ignored, even NaN.
+    """
+    if gating == "ratio":
+        per_token = log_ratio(old_logprobs, rollout_logprobs, mask)
+    else:
+        divergence = binary_kl
+        if gating == "tv":
+            divergence = total_variation
+        per_token = divergence(old_logprobs, rollout_logprobs).masked_fill(~mask, 0)
+    statistic = _at_level(per_token, mask, level).expand_as(per_token)
+    if gating == "ratio":
+        return bounded_exp(statistic)
+    return statistic
+
+
+def _at_level(per_token: Tensor, mask: Tensor, level: Level) -> Tensor:
+    """Return a value per token (B, T), or the mean or sum of each row (B, 1)."""
+    if level == "token":
+        return per_token
+    total = per_token.sum(1, keepdim=True)
+    if level == "seq-product":
+        return total
+    return total / mask.sum(1, keepdim=True).clamp(min=1)
+
+
 @torch.no_grad()
 def correction_weights(
     old_logprobs: PerToken, rollout_logprobs: PerToken, mask: TokenMask, correction: Correction
 ) -> tuple[PerToken, TokenMask]:
-    """Return the weight of each token's loss, without gradient, and a mask of tokens whose ω is out
-    of bounds.
+    """Return the weight of each token's loss, without gradient, and a mask of the tokens that are
+    outside the band.
 
-    With ω = [0.4, 1, 9] in one row and the band [0.5, 5]: token clip → [0.5, 1, 5]; token mask →
-    [0, 1, 0]; token truncate → [0.4, 1, 5]; geometric mask → [0.4, 1, 9], because the geometric
-    mean of the row, 1.53, lies in the band. Zero (False) outside `mask`; ω is bounded to exp(±20).
+    With ω = [0.4, 1, 9] in one row, gating `ratio` and the band [0.5, 5]: token clip → [0.5, 1, 5];
+    token mask → [0, 1, 0]; seq mask → [0.4, 1, 9], because the geometric mean of the row, 1.53, is
+    in the band. Zero (False) outside `mask`; ω is bounded to exp(±20).
     """
-    log_omega = log_ratio(old_logprobs, rollout_logprobs, mask)
-    token_omega = bounded_exp(log_omega)
-    level_log_omega = _at_level(log_omega, mask, correction.level)
-    omega = bounded_exp(level_log_omega).expand_as(token_omega)
-    low, high = correction.low, correction.high
-    if correction.mode == "truncate":
-        low = 0.0
-    outside = (omega < low) | (omega > high)
-    if correction.mode == "mask":
-        weights = token_omega.masked_fill(outside, 0)
+    statistic = gate_statistic(
+        old_logprobs, rollout_logprobs, mask, gating=correction.gating, level=correction.level
+    )
+    outside = (statistic < correction.low) | (statistic > correction.high)
+    if correction.mode == "clip":
+        weights = statistic.clamp(correction.low, correction.high)
     else:
-        weights = omega.clamp(low, high)
+        omega = bounded_exp(log_ratio(old_logprobs, rollout_logprobs, mask))
+        weights = omega.masked_fill(outside, 0)
     return weights.masked_fill(~mask, 0), outside & mask
 
 
-def _at_level(log_omega: Tensor, mask: Tensor, level: Level) -> Tensor:
-    """Return log ω of each token (B, T), or one number per row (B, 1)."""
+def filtered_units(
+    outside: Bool[Tensor, "B T"], mask: TokenMask, level: Level
+) -> tuple[float, float]:
+    """Return how many tokens, or sequences at a sequence level, are outside the band, and how many
+    there are.
+    """
     if level == "token":
-        return log_omega
-    total = log_omega.sum(1, keepdim=True)
-    if level == "sequence":
-        return total
-    return total / mask.sum(1, keepdim=True).clamp(min=1)
+        return float(outside.sum()), float(mask.sum())
+    return float(outside.any(1).sum()), float(mask.any(1).sum())

@@ -11,6 +11,7 @@ from openrlhf.algorithms.tensors import LOG_RATIO_BOUND
 from openrlhf.config import choices
 
 KL_BOUND = 10.0  # in nats: each token's estimate is clipped to ±10
+MAX_KL_WEIGHT = 10.0  # upper bound of π_θ/π_old in `unbiased_kl_estimate`
 
 KLEstimator = Callable[[Tensor], Tensor]  # takes x = log π − log π_ref, clipped to ±20
 KL_ESTIMATORS: Registry[KLEstimator] = Registry(
@@ -55,6 +56,26 @@ def kl_estimate(
     """
     x = (logprobs - ref_logprobs).clamp(-LOG_RATIO_BOUND, LOG_RATIO_BOUND)
     return KL_ESTIMATORS[estimator](x).clamp(-KL_BOUND, KL_BOUND)
+
+
+def unbiased_kl_estimate(
+    logprobs: Float[Tensor, "*s"],
+    old_logprobs: Float[Tensor, "*s"],
+    ref_logprobs: Float[Tensor, "*s"],
+    estimator: str,
+) -> Float[Tensor, "*s"]:
+    """Return each token's `kl_estimate` with the gradient of the KL itself, for every estimator.
+
+    The gradient is that of w · x² / 2 with x = log π_θ − log π_ref and w = min(π_θ / π_old, 10),
+    which is detached. Its expectation over samples from π_old is E[w x ∇log π_θ] = ∇KL(π_θ‖π_ref),
+    as long as w is below its bound. Tang and Munos 2025, arXiv:2506.09477
+
+    If π_old is π_θ, w is 1. A clipped estimate also has this gradient.
+    """
+    value = kl_estimate(logprobs, ref_logprobs, estimator).detach()
+    log_weight = (logprobs.detach() - old_logprobs).clamp(max=math.log(MAX_KL_WEIGHT))
+    surrogate = log_weight.exp() * (logprobs - ref_logprobs).square() / 2
+    return value + (surrogate - surrogate.detach())
 
 
 def kl_clamped(kl: Float[Tensor, "*s"]) -> Bool[Tensor, "*s"]:

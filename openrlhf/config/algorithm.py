@@ -9,6 +9,9 @@ from collections.abc import Iterator
 from openrlhf.config import choices
 from openrlhf.config.flags import Section, Unused, option
 
+# Flags of `AdvantageConfig` that detail a correction.
+CORRECTION_DETAILS = ("is_correction_mode", "is_correction_gating", "is_correction_threshold")
+
 
 class AdvantageConfig(Section):
     """Advantage estimation."""
@@ -16,7 +19,8 @@ class AdvantageConfig(Section):
     estimator: str = option(
         "gae",
         "Advantage estimator. gae: PPO with a critic. reinforce: REINFORCE++. rloo: RLOO. "
-        "reinforce_baseline: REINFORCE++-baseline. group_norm: GRPO. dr_grpo: Dr. GRPO.",
+        "reinforce_baseline: REINFORCE++-baseline. group_norm: GRPO. dr_grpo: Dr. GRPO. "
+        "flash_reinforce: the batch mean as the baseline, for one sample per prompt.",
         choices=choices.ESTIMATORS,
     )
     gamma: float = option(1.0, "Discount per token.", ge=0, le=1)
@@ -25,19 +29,32 @@ class AdvantageConfig(Section):
         False,
         "Center the advantages of a batch without dividing by their standard deviation.",
     )
-    is_correction_enable: bool = option(
-        False,
-        "Correct the loss for differences between the engine's and the trainer's "
-        "log-probabilities.",
+    is_correction_level: str = option(
+        "off",
+        "Correct the loss for differences between the engine's and the trainer's probabilities. "
+        "token, seq: compare each token, or the mean over each answer, with the threshold. "
+        "seq-product: the product of the answer's ratios.",
+        choices=("off", "token", "seq", "seq-product"),
     )
-    is_correction_type: str = option("tis", "Correction preset.", choices=choices.CORRECTIONS)
+    is_correction_mode: str = option(
+        "mask",
+        "mask: weight a token by its ratio pi_old / pi_rollout, or by 0 outside the threshold. "
+        "clip: clip the ratio to the threshold.",
+        choices=("mask", "clip"),
+    )
+    is_correction_gating: str = option(
+        "ratio",
+        "What to compare with the threshold: the ratio, or a divergence of the two probabilities "
+        "of the sampled token.",
+        choices=("ratio", "binary_kl", "tv"),
+    )
     is_correction_threshold: tuple[float, float] = option(
-        (0.5, 5.0), "Lower and upper bound of the ratio pi_old / pi_rollout.", ge=0
+        (0.5, 5.0), "Lower and upper bound; a single number is the upper bound.", ge=0, single=0.0
     )
 
     def unused(self) -> Iterator[Unused]:
         """Yield the flags that have no effect with these values."""
-        if self.traits.per_group:
+        if self.traits.per_episode:
             yield Unused(["gamma"], f"with --estimator {self.estimator}")
         if not self.traits.needs_critic:
             yield Unused(["lambd"], "without a critic (--estimator gae)")
@@ -47,25 +64,18 @@ class AdvantageConfig(Section):
                 "without an --estimator that whitens advantages, such as gae, reinforce or "
                 "reinforce_baseline",
             )
-        if not self.is_correction_enable:
-            yield Unused(["is_correction_type"], "without --is_correction_enable")
+        if not self.corrects:
+            yield Unused(CORRECTION_DETAILS, "without --is_correction_level")
 
     @property
     def traits(self) -> choices.EstimatorTraits:
         """Traits of the selected estimator."""
         return choices.ESTIMATORS[self.estimator]
 
-
-class CorrectionConfig(Section):
-    """Custom correction of engine-trainer differences, instead of a preset."""
-
-    level: str | None = option(
-        None, "Level at which ratios are computed.", choices=("token", "sequence", "geometric")
-    )
-    mode: str | None = option(
-        None, "How to treat ratios outside the band.", choices=("clip", "mask", "truncate")
-    )
-    band: tuple[float, float] | None = option(None, "Lower and upper bound of the ratio.", ge=0)
+    @property
+    def corrects(self) -> bool:
+        """True if the loss is corrected for differences between engine and trainer."""
+        return self.is_correction_level != "off"
 
 
 class KLConfig(Section):
@@ -76,6 +86,10 @@ class KLConfig(Section):
     use_loss: bool = option(
         False,
         "Add the KL to the loss instead of subtracting it from the rewards.",
+    )
+    unbiased_gradient: bool = option(
+        False,
+        "Give the KL in the loss the gradient of the KL itself, whatever the estimator.",
     )
     target: float | None = option(
         None, "Adapt the coefficient to keep the KL near this value, in nats per token.", gt=0
@@ -96,7 +110,9 @@ class KLConfig(Section):
     def unused(self) -> Iterator[Unused]:
         """Yield the flags that have no effect with these values."""
         if not self.init_coef:
-            yield Unused(["estimator", "use_loss"], "without --init_coef")
+            yield Unused(["estimator", "use_loss", "unbiased_gradient"], "without --init_coef")
+        if not self.use_loss:
+            yield Unused(["unbiased_gradient"], "without --use_loss")
         if not self.target:
             yield Unused(["horizon"], "without --target")
 
@@ -151,7 +167,6 @@ class AlgoConfig(Section):
     advantage: AdvantageConfig = AdvantageConfig()
     kl: KLConfig = KLConfig()
     loss: LossConfig = LossConfig()
-    correction: CorrectionConfig = CorrectionConfig()
     distill: DistillConfig = DistillConfig()
     ptx: PtxConfig = PtxConfig()
     dynamic_filtering_enable: bool = option(

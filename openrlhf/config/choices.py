@@ -1,4 +1,4 @@
-"""Names and traits of estimators, losses and corrections. This module does not import torch.
+"""Names and traits of estimators and losses. This module does not import torch.
 
 The algorithms register their functions under these names. A name that a plug-in registers is added
 to its table and becomes a valid choice for the table's flag.
@@ -14,8 +14,15 @@ class EstimatorTraits:
     # True if the estimator compares the samples of a prompt: it then needs at least two, and uses
     # one reward per episode and no discount.
     per_group: bool = False
+    # True if it compares all samples of the batch, with one reward per episode and no discount
+    per_batch: bool = False
     needs_critic: bool = False  # True if it reads the values V(s)
     whiten: bool = False  # True if it whitens the advantages over the batch's action tokens
+
+    @property
+    def per_episode(self) -> bool:
+        """True if it uses one reward per episode and no discount."""
+        return self.per_group or self.per_batch
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -24,6 +31,8 @@ class LossTraits:
 
     aggregation: str = "token"  # default of --algo.loss.aggregation
     clip: tuple[float, float] | None = None  # default clip range; None: --actor.eps_clip
+    # True if, with a correction, the ratio is π_θ / π_rollout, instead of a weight on each token.
+    rollout_ratio: bool = False
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -51,10 +60,11 @@ ESTIMATORS = {
     "reinforce_baseline": EstimatorTraits(per_group=True, whiten=True),
     "group_norm": EstimatorTraits(per_group=True),
     "dr_grpo": EstimatorTraits(per_group=True),
+    "flash_reinforce": EstimatorTraits(per_batch=True),
 }
 POLICY_LOSSES = {
     "ppo": LossTraits(),
-    "gspo": LossTraits(aggregation="sequence"),
+    "gspo": LossTraits(aggregation="sequence", rollout_ratio=True),
     "cispo": LossTraits(clip=(1.0, 0.28)),
 }
 PREFERENCE_LOSSES = {
@@ -73,11 +83,3 @@ KL_ESTIMATORS = {
 # Row layouts: detected from the columns (auto), set with the column flags (columns), or a known
 # format.
 LAYOUTS = ("auto", "columns", "alpaca", "arena", "chat", "orca", "webgpt")
-# Presets that correct the train/rollout mismatch: level and mode of `algo.correction`. TIS: Yao et
-# al. 2025, fengyao.notion.site/off-policy-rl (where the band is [0, 2]). IcePop: Ling team 2025,
-# ringtech.notion.site/icepop.
-CORRECTIONS = {
-    "tis": ("token", "clip"),
-    "icepop": ("token", "mask"),
-    "seq-mask-tis": ("geometric", "mask"),
-}

@@ -84,6 +84,8 @@ class Flag:
     help: str
     choices: Collection[str] | None = None  # plug-ins may add choices to the tables in `choices`
     metavar: str | None = None
+    # In a pair, the first number if only the second one is given; None: both are required.
+    single: float | None = None
     ge: float | None = None  # bounds apply to each number in a pair
     gt: float | None = None
     le: float | None = None
@@ -271,6 +273,8 @@ def convert(flag: Flag, raw: Any) -> Any:
             values = cast("list[Any]", raw)
             if not isinstance(raw, list):
                 values = [raw]
+            if flag.single is not None and len(values) == 1:
+                values = [flag.single, *values]
             if flag.shape == "pair" and len(values) != 2:
                 raise ConfigError(f"{flag.name} takes two numbers, not {len(values)}: {values!r}.")
             return tuple(_scalar(flag, value) for value in values)
@@ -280,7 +284,7 @@ def _scalar(flag: Flag, raw: Any) -> Any:
     value = raw
     if isinstance(raw, bool):
         value = None
-        if "on" in (flag.choices or ()):
+        if YAML_WORDS[raw] in (flag.choices or ()):
             value = YAML_WORDS[raw]
     value = _as_kind(flag.kind, value)
     if value is None:

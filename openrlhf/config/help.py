@@ -101,6 +101,8 @@ def _placeholders(flag: Flag) -> str:
     elif flag.choices:
         value = f"{{{','.join(flag.choices)}}}"
     forms = {"switch": "", "pair": f" {value} {value}", "list": f" [{value} ...]"}
+    if flag.single is not None:
+        return f" [{value}] {value}"
     return forms.get(flag.shape, f" {value}")
 
 

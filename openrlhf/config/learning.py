@@ -6,7 +6,7 @@ import math
 from collections.abc import Iterator
 
 from openrlhf.config import choices, shared
-from openrlhf.config.algorithm import AlgoConfig
+from openrlhf.config.algorithm import CORRECTION_DETAILS, AlgoConfig
 from openrlhf.config.commands import Root
 from openrlhf.config.flags import Unused, derived, option
 from openrlhf.config.rollout import (
@@ -294,6 +294,11 @@ class RLFlags(Root):
         return self.algo.advantage.traits
 
     @property
+    def policy_loss(self) -> choices.LossTraits:
+        """Traits of the policy loss."""
+        return choices.POLICY_LOSSES[self.actor.policy_loss_type]
+
+    @property
     def remote_teacher(self) -> str | None:
         """The teacher's name if it is one of the remote engines."""
         teacher = self.algo.distill.teacher
@@ -310,6 +315,9 @@ class RLFlags(Root):
             yield from self._unused_without_training()
         if self.rollout.replay_dir:
             yield from self._unused_in_replay()
+        if self.policy_loss.rollout_ratio:
+            flags = [f"algo.advantage.{name}" for name in CORRECTION_DETAILS]
+            yield Unused(flags, f"with --actor.policy_loss_type {self.actor.policy_loss_type}")
         yield from self._unused_by_models()
         yield from self._unused_by_episodes()
         yield from super().unused()

@@ -19,6 +19,7 @@ from openrlhf.config.legacy_names import (
     RL_PARTS,
     SWITCHES,
 )
+from openrlhf.config.legacy_values import combined_flags
 
 CRITIC_FLAGS = ("algo.advantage.lambd", "critic.value_clip")
 OLD_LENGTHS = ("prompt_max_len", "generate_max_len")  # each defaulted to 1024 tokens
@@ -33,6 +34,8 @@ class Translation:
     notices: list[str]
     violations: list[str]
     renamed: dict[str, str]  # the current spelling of each old name
+    # The typed name of each flag in `legacy_values`, which `options` translates.
+    spelled: dict[str, str]
 
 
 def aliases(
@@ -47,9 +50,10 @@ def aliases(
     if more:
         names |= more
     by_last_parts = _paths_by_last_parts(flags)
+    combined = combined_flags(flags)
     known: dict[str, list[str]] = {}
     for name, targets in names.items():
-        paths = [path for path in targets.split() if path in flags]
+        paths = [path for path in targets.split() if path in flags or path in combined]
         if not targets:
             paths = by_last_parts.get(name, [])
         if paths and name not in flags:
@@ -70,7 +74,8 @@ def _paths_by_last_parts(flags: Iterable[str]) -> dict[str, list[str]]:
 def translate(groups: Iterable[Group], flags: Mapping[str, Flag]) -> Translation:
     """Return the command line with old names replaced. Other names are unchanged."""
     known = aliases(flags)
-    result = Translation(groups=[], notices=[], violations=[], renamed={})
+    combined = combined_flags(flags)
+    result = Translation(groups=[], notices=[], violations=[], renamed={}, spelled={})
     lengths: dict[str, str] = {}
     for name, words in groups:
         value = " ".join(words)
@@ -79,10 +84,14 @@ def translate(groups: Iterable[Group], flags: Mapping[str, Flag]) -> Translation
             old, extra = f"{name}={value}", ""
         path, _, new = SWITCHES.get(old, "").partition(" ")
         if name in known:
-            if name == "vllm_is_truncated_threshold" and len(words) == 1:
-                words = ["0", *words]  # the old flag only set an upper bound
             result.groups += [(target, words) for target in known[name]]
-            result.renamed[name] = " and ".join(f"--{target}" for target in known[name])
+            if known[name][0] in combined:
+                result.spelled[known[name][0]] = name
+            else:
+                result.renamed[name] = " and ".join(f"--{target}" for target in known[name])
+        elif path in combined and not extra:
+            result.groups.append((path, [new]))
+            result.spelled[path] = old
         elif path in flags and (not extra or "{}" in new):
             new = new.replace("{}", extra)
             result.groups.append((path, [new]))

@@ -19,6 +19,7 @@ COMMANDS: dict[str, str] = {
     "rloo": "ppo --algo.advantage.estimator rloo --rollout.n_samples_per_prompt 4",
     "reinforce": "ppo --algo.advantage.estimator reinforce",
     "reinforce_baseline": f"ppo --algo.advantage.estimator reinforce_baseline {GROUPS}",
+    "flash_reinforce": "ppo --algo.advantage.estimator flash_reinforce",
     "ipo": "dpo --model.loss_type ipo",
     "simpo": "dpo --model.loss_type simpo",
     "orpo": "dpo --model.loss_type orpo",

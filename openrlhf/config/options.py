@@ -28,6 +28,7 @@ from openrlhf.config.flags import (
 from openrlhf.config.help import help_text
 from openrlhf.config.legacy import Group, takes_no_value
 from openrlhf.config.legacy_names import ELSEWHERE, NAMES, PARTS, RL_NAMES, RL_PARTS
+from openrlhf.config.legacy_values import LEVEL, combined_flags, current_values
 from openrlhf.config.plugins import load_plugins
 from openrlhf.config.schema import json_schema
 from openrlhf.config.unsupported import refused_flags
@@ -103,8 +104,10 @@ class Reader:
 
     def __init__(self, root: type[Any], command: str) -> None:
         self.root, self.command, self.flags = root, command, flags_of(root)
+        self.combined = combined_flags(self.flags)
+        self.accepted = {**self.flags, **self.combined}
         self.by_spelling: dict[str, Flag] = {}
-        for flag in self.flags.values():
+        for flag in self.accepted.values():
             for spelling in flag.switches:
                 self.by_spelling[spelling.removeprefix("--")] = flag
         self.given: dict[str, Any] = {}
@@ -137,12 +140,31 @@ class Reader:
             source = ""
             if path not in typed:
                 source = f"{file}: "
-            self._convert(self.flags[path], value, source)
+            self._convert(self.accepted[path], value, source)
             if path == "plugin":
                 load_plugins(self.given.get(path, ()))
+        self._replace_combined_flags(translated.spelled)
         if "run.dir" in written and "run.dir" not in typed:
             self._drop_own_folder(Path(file))
         return self
+
+    def _replace_combined_flags(self, spelled: Mapping[str, str]) -> None:
+        """Replace old flags in `given` with current flags, which take precedence if also set.
+
+        `spelled` has the spelling of each flag that was typed under an even older name.
+        """
+        old = {path: self.given.pop(path) for path in self.combined if path in self.given}
+        old = {path: value for path, value in old.items() if value is not False}
+        if not old:
+            return
+        values = current_values(old)
+        self.given = values | self.given
+        names = ", ".join(f"--{spelled.get(path, path)}" for path in old)
+        now = " ".join(self.flags[path].typed(value) for path, value in values.items())
+        sentence = f"{names}: no effect. To correct the loss, set --{LEVEL}."
+        if values:
+            sentence = f"{names}: now written as {now}."
+        self.notices.append(sentence)
 
     def _convert(self, flag: Flag, value: Any, source: str) -> None:
         """Set the value of a flag in `given`. For messages, `source` is the file that has the
@@ -172,13 +194,17 @@ class Reader:
         spelling = candidates[0]
         flag = self.by_spelling[spelling]
         number = {"switch": 0, "pair": 2}.get(flag.shape, 1)
+        numbers = {number}
+        if flag.single is not None:
+            numbers = {1, 2}
         if flag.shape == "list":
             typed[flag.path] = [*typed.get(flag.path, []), *words]
         elif flag.shape == "switch" and words:
             self.problems.append(takes_no_value(flag.name, words))
-        elif len(words) != number:
+        elif len(words) not in numbers:
             found = " ".join(words) or "nothing"
-            self.problems.append(f"{flag.name} takes {number} value(s), but {found} follows it.")
+            counts = " or ".join(map(str, sorted(numbers)))
+            self.problems.append(f"{flag.name} takes {counts} value(s), but {found} follows it.")
             self.doubtful.add(flag.path)
         elif flag.shape == "switch":
             typed[flag.path] = flag.switches[f"--{spelling}"]
@@ -195,8 +221,9 @@ class Reader:
         bare = name.removeprefix("--")
         refused = refused_flags(self.root)
         renamed = legacy.aliases(self.flags, ELSEWHERE)
+        hidden = {*refused, *self.combined}
         available = [
-            spelling for spelling, flag in self.by_spelling.items() if flag.path not in refused
+            spelling for spelling, flag in self.by_spelling.items() if flag.path not in hidden
         ]
         paths: list[str] = []
         for found in renamed.get(bare) or nearest(bare, [*available, *renamed]):
@@ -243,10 +270,10 @@ class Reader:
                 f"--config {file} contains a {type(content).__name__}, not names and values."
             )
         values: dict[str, Any] = {}
-        for path, value in leaves(cast("dict[Any, Any]", content or {}), self.flags, ""):
+        for path, value in leaves(cast("dict[Any, Any]", content or {}), self.accepted, ""):
             if path in values:
                 self.problems.append(f"{file}: {path} appears twice: remove one.")
-            elif path in self.flags:
+            elif path in self.accepted:
                 values[path] = value
             else:
                 self.problems.append(f"{file}: {self._unknown(path)}")

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import Any, Self
 
-from openrlhf.config import choices, machine, ppo_notices, ppo_rules, rules
+from openrlhf.config import machine, ppo_notices, ppo_rules, rules
 from openrlhf.config.flags import value_at
 from openrlhf.config.learning import RLFlags
 from openrlhf.config.rollout import RolloutConfig, VLLMConfig
@@ -28,16 +28,13 @@ def group_sizes(config: RLFlags) -> dict[str, Any]:
 
 def learning_values(config: RLFlags) -> dict[str, Any]:
     """Return derived settings of rewards, critic and losses, by path."""
-    own = clip_values(config)
-    if config.algo.advantage.is_correction_enable:
-        own |= ppo_rules.correction_preset(config)
-    values = config.unless_given(own)
+    values = config.unless_given(clip_values(config))
     values["critic.model_name_or_path"] = None
     if config.estimator.needs_critic:
         sources = [config.critic.model_name_or_path, *config.reward.scalars]
         source = next(filter(None, sources), config.actor.model_name_or_path)
         values["critic.model_name_or_path"] = source
-    if config.estimator.per_group:
+    if config.estimator.per_episode:
         values["algo.advantage.gamma"] = 1.0
     if config.train.agent_func_path:
         values["reward.remote_url"] = None
@@ -49,7 +46,7 @@ def learning_values(config: RLFlags) -> dict[str, Any]:
 
 def clip_values(config: RLFlags) -> dict[str, Any]:
     """Return the policy loss's default clip range and aggregation, by path."""
-    loss, eps_clip = choices.POLICY_LOSSES[config.actor.policy_loss_type], config.actor.eps_clip
+    loss, eps_clip = config.policy_loss, config.actor.eps_clip
     clip = (eps_clip, eps_clip)
     if loss.clip and "actor.eps_clip" not in config.given:
         clip = loss.clip

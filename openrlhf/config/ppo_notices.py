@@ -77,11 +77,13 @@ def kl_notices(config: RLFlags) -> Iterator[str]:
     if kl.use_loss:
         term = "loss"
     fitting = [name for name, traits in choices.KL_ESTIMATORS.items() if term in traits.terms]
-    if kl.init_coef and kl.estimator not in fitting:
+    is_unbiased = kl.use_loss and kl.unbiased_gradient
+    if kl.init_coef and kl.estimator not in fitting and not is_unbiased:
         if kl.use_loss:
             yield (
                 "<algo.kl.estimator> has a zero expected gradient as a loss: with "
-                f"--algo.kl.use_loss, use {' or '.join(fitting)}."
+                f"--algo.kl.use_loss, use {' or '.join(fitting)}, or add "
+                "--algo.kl.unbiased_gradient."
             )
         else:
             yield (
@@ -122,16 +124,16 @@ def engine_notices(config: RLFlags) -> Iterator[str]:
             "<vllm.hang_timeout> is less than <train.publish_timeout>: engines do not respond "
             "while they receive weights, so a slow publication would restart them."
         )
-    if vllm.quantization and not config.algo.correction.level:
+    if vllm.quantization and not config.algo.advantage.corrects:
         yield (
             "With <vllm.quantization>, samples come from quantized weights, which differ from the "
-            "policy's: --algo.advantage.is_correction_enable corrects the loss for this."
+            "policy's: --algo.advantage.is_correction_level corrects the loss for this."
         )
 
 
 def staleness_notices(config: RLFlags) -> Iterator[str]:
     """Yield notices about sample staleness and whether the loss is corrected for it."""
-    train, rollout, level = config.train, config.rollout, config.algo.correction.level
+    train, rollout = config.train, config.rollout
     at_once = rollout.vllm_generate_batch_size
     ahead = at_once > rollout.batch_size and not train.async_enable
     if ahead and not rollout.only:
@@ -141,8 +143,8 @@ def staleness_notices(config: RLFlags) -> Iterator[str]:
         )
     if train.async_enable and train.max_staleness < train.async_queue_size:
         yield "With <train.max_staleness>, the queue (<train.async_queue_size>) can never fill up."
-    if (ahead or train.async_enable) and not (level or rollout.only):
+    if (ahead or train.async_enable) and not (config.algo.advantage.corrects or rollout.only):
         yield (
             "Samples may come from older weights (in asynchronous runs, <train.max_staleness>), "
-            "and the loss is not corrected for this: set --algo.advantage.is_correction_enable."
+            "and the loss is not corrected for this: set --algo.advantage.is_correction_level."
         )

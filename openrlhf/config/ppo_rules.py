@@ -2,9 +2,8 @@
 
 import os
 from collections.abc import Iterator
-from typing import Any
 
-from openrlhf.config import choices, machine, sampling_rules, training_rules
+from openrlhf.config import machine, sampling_rules, training_rules
 from openrlhf.config.flags import value_at
 from openrlhf.config.learning import ActorConfig, CriticConfig, RLFlags
 from openrlhf.config.rollout import RewardConfig
@@ -14,20 +13,9 @@ from openrlhf.config.shared import GroupConfig
 RANGES = (
     "algo.dynamic_filtering_range",
     "algo.advantage.is_correction_threshold",
-    "algo.correction.band",
     "reward.clip_range",
 )
 LARGEST_SERVED_RANK = 512  # the maximum in vLLM
-
-
-def correction_preset(config: RLFlags) -> dict[str, Any]:
-    """Return the settings that `is_correction_type` and `is_correction_threshold` select, by
-    path.
-    """
-    advantage = config.algo.advantage
-    level, mode = choices.CORRECTIONS[advantage.is_correction_type]
-    axes = {"level": level, "mode": mode, "band": advantage.is_correction_threshold}
-    return {f"algo.correction.{name}": value for name, value in axes.items()}
 
 
 def violations(config: RLFlags) -> Iterator[str]:
@@ -73,7 +61,12 @@ def reward_violations(config: RLFlags) -> Iterator[str]:
 
 
 def estimator_violations(config: RLFlags) -> Iterator[str]:
-    """Yield a violation if the samples of a prompt are compared but there is only one sample."""
+    """Yield a violation if samples are compared but there is only one sample."""
+    if config.estimator.per_batch and config.samples == 1:
+        yield (
+            "<algo.advantage.estimator> compares the samples of a batch, but <rollout.batch_size> "
+            "x <rollout.n_samples_per_prompt> is 1: raise --rollout.batch_size."
+        )
     if config.rollout.n_samples_per_prompt != 1:
         return
     if config.estimator.per_group:
@@ -128,18 +121,31 @@ def range_violations(config: RLFlags) -> Iterator[str]:
 
 def correction_violations(config: RLFlags) -> Iterator[str]:
     """Yield violations of the rules for the correction of engine-trainer differences."""
-    axes = vars(config.algo.correction)
-    missing = [f"--algo.correction.{name}" for name, value in axes.items() if value is None]
-    if missing and len(missing) < len(axes):
-        yield f"The correction is incomplete: also set {' and '.join(missing)}."
-    if not config.algo.advantage.is_correction_enable:
+    advantage = config.algo.advantage
+    if not advantage.corrects or config.policy_loss.rollout_ratio:
         return
-    preset = correction_preset(config)
-    if any(value_at(config, path) != value for path, value in preset.items()):
+    is_ratio = advantage.is_correction_gating == "ratio"
+    level = advantage.is_correction_level
+    if advantage.is_correction_mode == "clip" and (level == "seq" or not is_ratio):
         yield (
-            "--algo.advantage.is_correction_enable selects the preset "
-            "<algo.advantage.is_correction_type>, but --algo.correction.* sets different values: "
-            "use only one of them."
+            "<algo.advantage.is_correction_mode> clips the ratio of each token and cannot be "
+            "combined with <algo.advantage.is_correction_level> and "
+            "<algo.advantage.is_correction_gating>: use --algo.advantage.is_correction_mode mask, "
+            "or --algo.advantage.is_correction_level token and "
+            "--algo.advantage.is_correction_gating ratio."
+        )
+    if is_ratio:
+        return
+    if level == "seq-product":
+        yield (
+            "<algo.advantage.is_correction_level> multiplies ratios and cannot be combined with "
+            "<algo.advantage.is_correction_gating>: use --algo.advantage.is_correction_level seq."
+        )
+    if advantage.is_correction_threshold[0] > 0:
+        yield (
+            "<algo.advantage.is_correction_gating> has an upper bound only, but "
+            "<algo.advantage.is_correction_threshold> also sets a lower bound above 0: pass a "
+            "single number, such as --algo.advantage.is_correction_threshold 0.05."
         )
 
 

@@ -64,6 +64,8 @@ def _property(flag: Flag) -> dict[str, Any]:
         schema = {"type": "array", "items": value}
     if flag.shape == "pair":
         schema |= {"minItems": 2, "maxItems": 2}
+    if flag.single is not None:
+        schema["minItems"] = 1
     if flag.optional:
         schema["type"] = [schema["type"], "null"]
         if "enum" in schema:

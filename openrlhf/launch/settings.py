@@ -41,7 +41,7 @@ def needs_old_logprobs(config: PPOConfig) -> bool:
     if config.train.max_epochs != 1 or config.train.batch_size < config.samples:
         return True
     algo = config.algo
-    if algo.kl.in_reward or algo.correction.level or algo.distill.teacher:
+    if algo.kl.in_reward or algo.advantage.corrects or algo.distill.teacher:
         return True
     return has_dropout(config)
 

@@ -154,7 +154,7 @@ class ExperienceMaker:
         names = ("token_rewards", "advantages", "returns")
         columns = {name: torch.zeros(experience.num_tokens) for name in names}
         # Estimators that compare whole samples ignore the rewards of individual turns.
-        turns = None if estimator.traits.per_group else experience.turn_rewards
+        turns = None if estimator.traits.per_episode else experience.turn_rewards
         row_of_token = experience.sample_of_token()
         for block in experience.blocks():  # rows of similar lengths
             rows = row_of_token[block.positions[:, 0]]

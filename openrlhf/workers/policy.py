@@ -10,12 +10,20 @@ from typing import cast
 import torch
 from torch import Tensor
 
-from openrlhf.algorithms.corrections import Correction, Level, Mode, correction_weights
-from openrlhf.algorithms.kl import kl_clamped, kl_estimate
+from openrlhf.algorithms.corrections import (
+    Correction,
+    Gating,
+    Level,
+    Mode,
+    correction_weights,
+    filtered_units,
+)
+from openrlhf.algorithms.kl import kl_clamped, kl_estimate, unbiased_kl_estimate
 from openrlhf.algorithms.policy_losses import POLICY_LOSSES, Clip, aggregation_weights
 from openrlhf.algorithms.supervised_losses import token_nll
 from openrlhf.algorithms.tensors import bounded_exp, log_ratio, masked_sum
-from openrlhf.config.algorithm import AlgoConfig
+from openrlhf.config.algorithm import AdvantageConfig
+from openrlhf.config.choices import POLICY_LOSSES as LOSS_TRAITS
 from openrlhf.config.learning import ActorConfig
 from openrlhf.config.shared import LoraConfig
 from openrlhf.core.batches import Experience, TokenRows
@@ -36,6 +44,9 @@ from openrlhf.weights.sender import WeightSender
 from openrlhf.weights.transport import WeightGroup
 from openrlhf.workers.base import RoleSettings, TrainedWorker, Update, balancing_term, column_of
 
+# Ratios ω outside this range are counted in train/rollout_ratio_outside.
+USUAL_RATIOS = AdvantageConfig().is_correction_threshold
+
 
 def clip_of(actor: ActorConfig) -> Clip:
     """Return the clip range for the probability ratio."""
@@ -43,17 +54,18 @@ def clip_of(actor: ActorConfig) -> Clip:
     return Clip(low=low, high=high, dual=actor.dual_clip)
 
 
-def correction_of(algo: AlgoConfig) -> Correction:
-    """Return the correction for the train/rollout mismatch.
-
-    The correction's weights are always computed, because a metric counts the tokens outside the
-    band. The loss uses these weights only if a level is set.
-    """
-    flags = algo.correction
-    low, high = flags.band or algo.advantage.is_correction_threshold
-    level = cast(Level, flags.level or "token")
-    mode = cast(Mode, flags.mode or "clip")
-    return Correction(level=level, mode=mode, low=low, high=high)
+def correction_of(advantage: AdvantageConfig) -> Correction | None:
+    """Return the correction for the train/rollout mismatch, or None if it is off."""
+    if not advantage.corrects:
+        return None
+    low, high = advantage.is_correction_threshold
+    return Correction(
+        gating=cast(Gating, advantage.is_correction_gating),
+        level=cast(Level, advantage.is_correction_level),
+        mode=cast(Mode, advantage.is_correction_mode),
+        low=low,
+        high=high,
+    )
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -79,7 +91,7 @@ class PolicyWorker(TrainedWorker[PolicyUpdate]):
         self.algo = config.algo
         self.temperature = config.rollout.temperature
         self.clip = clip_of(self.actor)
-        self.correction = correction_of(self.algo)
+        self.correction = correction_of(self.algo.advantage)
         # The constant L of --algo.loss.aggregation constant.
         self.max_response_tokens = config.rollout.max_new_tokens or config.data.max_len
         # The adapter that publications send instead of merged weights.
@@ -178,7 +190,7 @@ class PolicyWorker(TrainedWorker[PolicyUpdate]):
         metrics |= balance_metrics
         if self.algo.kl.use_loss and micro.ref_logprobs is not None:
             reference = layout.gather(micro.ref_logprobs)
-            kl = kl_estimate(logprobs, reference, self.algo.kl.estimator)
+            kl = self._loss_kl(logprobs, old, reference)
             loss = loss + job.kl_coef * masked_sum(kl, mask) / totals["tokens"]
             metrics |= kl_metrics(kl.detach(), log_ratio(logprobs.detach(), reference, mask), mask)
         if scores.entropy is not None:
@@ -187,6 +199,13 @@ class PolicyWorker(TrainedWorker[PolicyUpdate]):
             if entropy_coef:
                 loss = loss - entropy_coef * entropy_sum / totals["tokens"]
         return loss, metrics
+
+    def _loss_kl(self, logprobs: Tensor, old: Tensor, reference: Tensor) -> Tensor:
+        """Return the estimate of the KL term in the loss for each token."""
+        kl = self.algo.kl
+        if kl.unbiased_gradient:
+            return unbiased_kl_estimate(logprobs, old, reference, kl.estimator)
+        return kl_estimate(logprobs, reference, kl.estimator)
 
     def _policy_loss(
         self,
@@ -198,18 +217,25 @@ class PolicyWorker(TrainedWorker[PolicyUpdate]):
     ) -> tuple[Tensor, Metrics]:
         """Compute the surrogate loss of the sampled tokens and its metrics.
 
-        If a correction level is set, each token is weighted by the correction.
+        With a correction, each token is weighted, or, for losses with a sequence ratio, the ratio
+        is π_θ / π_rollout instead of π_θ / π_old.
         """
         layout = micro.layout
         assert micro.advantages is not None and micro.rollout_logprobs is not None
-        surrogate = POLICY_LOSSES[self.actor.policy_loss_type](
-            logprobs, old, layout.gather(micro.advantages), mask, self.clip
-        )
         rollout = layout.gather(micro.rollout_logprobs)
-        correction, outside = correction_weights(old, rollout, mask, self.correction)
+        correction, base = self.correction, old
+        if correction and LOSS_TRAITS[self.actor.policy_loss_type].rollout_ratio:
+            correction, base = None, rollout
+        surrogate = POLICY_LOSSES[self.actor.policy_loss_type](
+            logprobs, base, layout.gather(micro.advantages), mask, self.clip
+        )
         per_token = surrogate.per_token
-        if self.algo.correction.level:
-            per_token = correction * per_token
+        filtered: Metrics = {}
+        if correction:
+            trust, outside = correction_weights(old, rollout, mask, correction)
+            per_token = trust * per_token
+            share = filtered_units(outside, mask, correction.level)
+            filtered["train/is_filter_ratio"] = Mean(*share)
         weights, count = self._weights(mask)
         summed = (weights * per_token).sum()
         tokens = float(mask.sum())
@@ -220,7 +246,8 @@ class PolicyWorker(TrainedWorker[PolicyUpdate]):
             "train/ppo_kl": Mean(float(surrogate.approx_kl.sum()), tokens),
             "train/update_kl": Mean(update_kl, tokens),
         }
-        return summed / totals["policy"], metrics | mismatch_metrics(old, rollout, mask, outside)
+        metrics |= mismatch_metrics(old, rollout, mask) | filtered
+        return summed / totals["policy"], metrics
 
     def _pretraining_loss(
         self, text: TokenRows, totals: Mapping[str, float]
@@ -305,11 +332,11 @@ def blanks_of(tensors: Iterable[WholeTensor]) -> Iterator[NamedTensor]:
 
 
 @torch.no_grad()
-def mismatch_metrics(old: Tensor, rollout: Tensor, mask: Tensor, outside: Tensor) -> Metrics:
+def mismatch_metrics(old: Tensor, rollout: Tensor, mask: Tensor) -> Metrics:
     """Measure how far the engine and the trainer disagree about the sampled tokens.
 
-    The measure is Δ = log π_rollout − log π_old. `outside` marks the tokens whose ω = exp(−Δ) lies
-    outside the correction's bounds. Returns the metrics by their logged names.
+    The measure is Δ = log π_rollout − log π_old, and ω = exp(−Δ). Returns the metrics by their
+    logged names.
     """
     delta = log_ratio(rollout, old, mask)[mask]
     gap = delta.abs()
@@ -317,11 +344,13 @@ def mismatch_metrics(old: Tensor, rollout: Tensor, mask: Tensor, outside: Tensor
     largest_gap = 0.0
     if tokens:
         largest_gap = float(gap.max())
+    omega = bounded_exp(-delta)
+    outside = (omega < USUAL_RATIOS[0]) | (omega > USUAL_RATIOS[1])
     return {
         "train/vllm_kl": Mean(float(delta.sum()), tokens),  # an estimate of KL(π_rollout ‖ π_old)
         "train/logprob_gap_mean": Mean(float(gap.sum()), tokens),
         "train/logprob_gap_max": Max(largest_gap),
-        "train/rollout_ratio": Mean(float(bounded_exp(-delta).sum()), tokens),
+        "train/rollout_ratio": Mean(float(omega.sum()), tokens),
         "train/rollout_ratio_outside": Mean(float(outside.sum()), tokens),
     }
 

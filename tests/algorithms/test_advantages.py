@@ -23,7 +23,7 @@ from openrlhf.algorithms.advantages import (
 from openrlhf.algorithms.rewards import clip_rewards, token_rewards
 from tests.reference import credit
 
-ALL = ["gae", "reinforce", "reinforce_baseline", "rloo", "group_norm", "dr_grpo"]
+ALL = ["gae", "reinforce", "reinforce_baseline", "rloo", "group_norm", "dr_grpo", "flash_reinforce"]
 PER_GROUP = ["reinforce_baseline", "rloo", "group_norm", "dr_grpo"]
 
 # Quarters are exact in binary, so rounding does not affect these properties.
@@ -64,6 +64,7 @@ def test_estimators_declare_their_requirements() -> None:
         "rloo": (False, True, False),
         "group_norm": (False, True, False),
         "dr_grpo": (False, True, False),
+        "flash_reinforce": (False, False, False),
     }
 
 
@@ -77,6 +78,7 @@ def test_estimators_declare_their_requirements() -> None:
         ("reinforce", [1.0, 0.0, 0.0, 3.0, 5.0]),
         ("reinforce_baseline", [2 / 3, -1 / 3, -1 / 3, -1.0, 1.0]),
         ("dr_grpo", [2 / 3, -1 / 3, -1 / 3, -1.0, 1.0]),
+        ("flash_reinforce", [-0.8, -1.8, -1.8, 1.2, 3.2]),  # the mean of the batch is 1.8
         ("rloo", [1.0, -1 / 2, -1 / 2, -2.0, 2.0]),  # the others' means are 0, ½, ½ and 5, 3
         ("group_norm", [2 * 3**-0.5, -(3**-0.5), -(3**-0.5), -(0.5**0.5), 0.5**0.5]),
     ],
@@ -316,7 +318,7 @@ def test_every_estimator_matches_the_reference_from_reward_to_advantage(
     estimator = ADVANTAGE_ESTIMATORS[name]
     kl, values, mask = random_block()
     rewards, groups = [0.1, 0.9, 0.4, 12.5, -30.0], [0, 0, 0, 1, 1]
-    gamma, lam = (1.0, 1.0) if estimator.traits.per_group else (0.9, 0.95)
+    gamma, lam = (1.0, 1.0) if estimator.traits.per_episode else (0.9, 0.95)
 
     scores = clip_rewards(shaped(name, rewards, groups), -10.0, 10.0)
     per_token = token_rewards(scores, kl, mask, kl_coef)

@@ -1,7 +1,6 @@
 """Corrections for the mismatch between the sampling engine and the trainer."""
 
-from itertools import product
-from typing import cast, get_args
+from typing import cast
 
 import pytest
 import torch
@@ -9,27 +8,89 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from openrlhf.algorithms.corrections import Correction, Level, Mode, correction_weights
-from openrlhf.config.choices import CORRECTIONS
+from openrlhf.algorithms.corrections import (
+    Correction,
+    Gating,
+    Level,
+    Mode,
+    correction_weights,
+    filtered_units,
+    gate_statistic,
+)
+from openrlhf.config.legacy_values import PRESETS
 from tests.reference import policy
 
-COMBINATIONS = list(product(get_args(Level), get_args(Mode)))
+GATES: list[tuple[Gating, Level]] = [
+    ("ratio", "token"),
+    ("ratio", "seq"),
+    ("ratio", "seq-product"),
+    ("binary_kl", "token"),
+    ("binary_kl", "seq"),
+    ("tv", "token"),
+    ("tv", "seq"),
+]
+# Every accepted combination of gating, level and mode, with a band that keeps some tokens.
+CORRECTIONS = [
+    Correction(
+        gating=gating,
+        level=level,
+        mode="mask",
+        low=0.5 if gating == "ratio" else 0.0,
+        high=2.0 if gating == "ratio" else 0.05,
+    )
+    for gating, level in GATES
+]
+CLIPS: list[Level] = ["token", "seq-product"]
+CORRECTIONS += [
+    Correction(gating="ratio", level=level, mode="clip", low=0.5, high=2.0) for level in CLIPS
+]
 # Log-ratios of a row's tokens, and whether each token was sampled. Sums of eighths are exact.
 rows = st.lists(
     st.tuples(st.integers(-24, 24).map(lambda n: n / 8), st.booleans()), min_size=1, max_size=8
 )
-bands = st.tuples(st.floats(0, 0.9), st.floats(1.1, 8))
+
+
+def named(correction: Correction) -> str:
+    return f"{correction.gating}-{correction.level}-{correction.mode}"
+
+
+every_correction = pytest.mark.parametrize("correction", CORRECTIONS, ids=named)
 
 
 def preset(name: str, low: float = 0.5, high: float = 5.0) -> Correction:
-    level, mode = cast(tuple[Level, Mode], CORRECTIONS[name])
-    return Correction(level=level, mode=mode, low=low, high=high)
+    level, mode = cast(tuple[Level, Mode], PRESETS[name])
+    return Correction(gating="ratio", level=level, mode=mode, low=low, high=high)
 
 
 def row_of(omegas: list[float]) -> tuple[Tensor, Tensor, Tensor]:
     """Return (log π_old, log π_rollout, mask) of one row with these ratios."""
     old = torch.tensor([omegas]).log() - 1
     return old, torch.full_like(old, -1.0), torch.ones_like(old, dtype=torch.bool)
+
+
+def random_rows(dtype: torch.dtype = torch.float64) -> tuple[Tensor, Tensor, Tensor]:
+    """Return (log π_old, log π_rollout, mask), including probabilities close to 0 and to 1.
+
+    The first row has the smallest mismatch, and the last row the largest.
+    """
+    generator = torch.Generator().manual_seed(0)
+    rollout = -torch.rand(8, 6, dtype=torch.float64, generator=generator) * 4
+    rollout[0, :3] = torch.tensor([-1e-9, -30.0, -1e-3])
+    mismatch = torch.linspace(0.05, 1.5, 8, dtype=torch.float64)[:, None]
+    noise = torch.randn(8, 6, dtype=torch.float64, generator=generator)
+    old = rollout + mismatch * (0.5 * noise - 1)
+    mask = torch.rand(8, 6, generator=generator) < 0.7
+    mask[0, :3] = True
+    return old.clamp(max=0).to(dtype), rollout.to(dtype), mask
+
+
+def reference_weights(old: Tensor, rollout: Tensor, mask: Tensor, each: Correction) -> Tensor:
+    """Return the weights that the float64 loop computes for every row."""
+    weights = [
+        policy.correction(*row, each.level, each.mode, each.low, each.high, each.gating)
+        for row in zip(old.tolist(), rollout.tolist(), mask.tolist(), strict=True)
+    ]
+    return torch.tensor(weights, dtype=torch.float64)
 
 
 @pytest.mark.parametrize(
@@ -66,64 +127,75 @@ def test_correction_presets_match_a_worked_example(
     assert weights.tolist()[0] == pytest.approx(expected)
 
 
-def test_tis_with_lower_bound_0_equals_truncation_as_in_the_paper() -> None:
-    row = row_of([0.01, 1.0, 9.0])
-    clipped, _ = correction_weights(*row, preset("tis", 0.0, 2.0))
-    truncation = Correction(level="token", mode="truncate", low=0.5, high=2.0)
-    truncated, outside = correction_weights(*row, truncation)
-    assert torch.equal(clipped, truncated)
+def test_tis_with_lower_bound_0_truncates_as_in_the_paper() -> None:
+    truncated, outside = correction_weights(*row_of([0.01, 1.0, 9.0]), preset("tis", 0.0, 2.0))
     assert truncated.tolist()[0] == pytest.approx([0.01, 1.0, 2.0])
-    assert outside.tolist() == [[False, False, True]], "truncation has no lower bound"
+    assert outside.tolist() == [[False, False, True]], "there is no lower bound"
 
 
-@pytest.mark.parametrize(("level", "mode"), COMBINATIONS)
-def test_every_level_and_mode_matches_the_reference(level: Level, mode: Mode) -> None:
-    generator = torch.Generator().manual_seed(0)
-    old, rollout = torch.randn(2, 8, 6, dtype=torch.float64, generator=generator) * 0.7
-    mask = torch.rand(8, 6, generator=generator) < 0.7
-    weights, _ = correction_weights(
-        old, rollout, mask, Correction(level=level, mode=mode, low=0.5, high=2.0)
-    )
-    for row in range(8):
-        expected = policy.correction(
-            old[row].tolist(), rollout[row].tolist(), mask[row].tolist(), level, mode, 0.5, 2.0
-        )
-        assert weights[row].tolist() == pytest.approx(expected)
+@pytest.mark.parametrize(
+    ("gating", "expected"),
+    # p = 0.5 and q = 0.25: ln 2 / 2 + ln (2/3) / 2
+    [("binary_kl", 0.143841), ("tv", 0.25), ("ratio", 0.5)],
+)
+def test_gate_statistics_match_a_worked_example(gating: Gating, expected: float) -> None:
+    old, rollout, mask = torch.tensor([[0.25]]).log(), torch.tensor([[0.5]]).log(), torch.ones(1, 1)
+    statistic = gate_statistic(old, rollout, mask > 0, gating=gating, level="token")
+    assert statistic.item() == pytest.approx(expected, abs=1e-6)
 
 
-@pytest.mark.parametrize(("level", "mode"), COMBINATIONS)
-@settings(max_examples=30)
-@given(row=rows, band=bands)
-def test_weights_match_the_reference_for_any_row_and_band(
-    level: Level, mode: Mode, row: list[tuple[float, bool]], band: tuple[float, float]
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+@pytest.mark.parametrize(("gating", "level"), GATES)
+def test_gate_statistics_match_the_float64_loop(
+    gating: Gating, level: Level, dtype: torch.dtype
 ) -> None:
-    old, mask = (
-        torch.tensor([[x for x, _ in row]]).double(),
-        torch.tensor([[acts for _, acts in row]]),
+    old, rollout, mask = random_rows(dtype)
+    statistic = gate_statistic(old, rollout, mask, gating=gating, level=level)
+    for row in range(len(old)):
+        columns = old[row].tolist(), rollout[row].tolist(), mask[row].tolist()
+        expected = torch.tensor(policy.gate(*columns, level, gating), dtype=torch.float64)
+        torch.testing.assert_close(
+            statistic[row][mask[row]].double(), expected[mask[row]], rtol=2e-6, atol=1e-12
+        )
+
+
+@every_correction
+def test_weights_match_the_float64_loop(correction: Correction) -> None:
+    old, rollout, mask = random_rows()
+    weights, outside = correction_weights(old, rollout, mask, correction)
+    torch.testing.assert_close(weights, reference_weights(old, rollout, mask, correction))
+    assert 0 < int(outside.sum()) < int(mask.sum()), "the band separates the tokens"
+
+
+@every_correction
+@settings(max_examples=30)
+@given(row=rows)
+def test_weights_match_the_float64_loop_for_any_row(
+    correction: Correction, row: list[tuple[float, bool]]
+) -> None:
+    old, mask = torch.tensor([[x for x, _ in row]]).double(), torch.tensor([[m for _, m in row]])
+    rollout = torch.full_like(old, -3.0)
+    weights, outside = correction_weights(old - 3, rollout, mask, correction)
+    torch.testing.assert_close(weights, reference_weights(old - 3, rollout, mask, correction))
+    gated = policy.gate(
+        (old[0] - 3).tolist(),
+        rollout[0].tolist(),
+        mask[0].tolist(),
+        correction.level,
+        correction.gating,
     )
-    correction = Correction(level=level, mode=mode, low=band[0], high=band[1])
-    weights, outside = correction_weights(old, torch.zeros_like(old), mask, correction)
-    expected = policy.correction(
-        old[0].tolist(), [0.0] * len(row), mask[0].tolist(), level, mode, *band
-    )
-    assert weights.tolist()[0] == pytest.approx(expected)
-    inside = (mask & ~outside)[0]
-    judged = policy.correction(
-        old[0].tolist(), [0.0] * len(row), mask[0].tolist(), level, "clip", 0.0, 1e30
-    )
-    low = 0.0 if mode == "truncate" else band[0]
-    assert inside.tolist() == [
-        acts and low <= w <= band[1] for w, acts in zip(judged, mask[0].tolist(), strict=True)
+    inside = [correction.low <= value <= correction.high for value in gated]
+    assert (mask & ~outside)[0].tolist() == [
+        acts and kept for acts, kept in zip(mask[0].tolist(), inside, strict=True)
     ]
 
 
-@pytest.mark.parametrize(("level", "mode"), COMBINATIONS)
+@every_correction
 @settings(max_examples=30)
 @given(row=rows, data=st.data())
 def test_weights_follow_the_token_order_and_ignore_padding(
-    level: Level, mode: Mode, row: list[tuple[float, bool]], data: st.DataObject
+    correction: Correction, row: list[tuple[float, bool]], data: st.DataObject
 ) -> None:
-    correction = Correction(level=level, mode=mode, low=0.5, high=2.0)
     order = data.draw(st.permutations(range(len(row))))
 
     def weights(row: list[tuple[float, bool]]) -> Tensor:
@@ -133,41 +205,36 @@ def test_weights_follow_the_token_order_and_ignore_padding(
         )
         return correction_weights(old, torch.zeros_like(old), mask, correction)[0][0]
 
-    assert torch.equal(weights([row[i] for i in order]), weights(row)[order])
-    assert torch.equal(weights([(5.0, False), *row, (-5.0, False)])[1:-1], weights(row))
+    torch.testing.assert_close(weights([row[i] for i in order]), weights(row)[order])
+    padded = weights([(5.0, False), *row, (-5.0, False)])[1:-1]
+    torch.testing.assert_close(padded, weights(row))
 
 
-@pytest.mark.parametrize(("level", "mode"), COMBINATIONS)
-def test_weights_are_1_for_equal_log_probabilities(level: Level, mode: Mode) -> None:
+@every_correction
+def test_weights_are_1_for_equal_log_probabilities(correction: Correction) -> None:
     same, mask = torch.full((2, 3), -1.5), torch.tensor([[True, True, False], [True, False, False]])
-    weights, outside = correction_weights(
-        same, same, mask, Correction(level=level, mode=mode, low=0.5, high=2.0)
-    )
+    weights, outside = correction_weights(same, same, mask, correction)
     assert torch.equal(weights, mask.float())
     assert not outside.any()
 
 
-@pytest.mark.parametrize(("level", "mode"), COMBINATIONS)
+@every_correction
 @pytest.mark.parametrize("gap", [-1e4, 1e4])
-def test_weights_are_finite_for_any_mismatch(level: Level, mode: Mode, gap: float) -> None:
-    rollout, mask = torch.zeros(2, 50), torch.ones(2, 50, dtype=torch.bool)
-    weights, outside = correction_weights(
-        rollout + gap, rollout, mask, Correction(level=level, mode=mode, low=0.5, high=2.0)
-    )
+def test_weights_are_finite_for_any_mismatch(correction: Correction, gap: float) -> None:
+    rollout, mask = torch.full((2, 50), -0.5), torch.ones(2, 50, dtype=torch.bool)
+    weights, outside = correction_weights(rollout + gap, rollout, mask, correction)
     assert weights.isfinite().all()
     assert (weights <= 2.0).all()
-    assert outside.all() or (mode == "truncate" and gap < 0)
+    assert outside.all()
 
 
-@pytest.mark.parametrize(("level", "mode"), COMBINATIONS)
+@every_correction
 def test_corrected_loss_of_a_row_without_actions_is_a_differentiable_zero(
-    level: Level, mode: Mode
+    correction: Correction,
 ) -> None:
     nothing = torch.zeros(2, 4, dtype=torch.bool)
     dirty = torch.full((2, 4), float("nan"))
-    weights, outside = correction_weights(
-        dirty, dirty, nothing, Correction(level=level, mode=mode, low=0.5, high=2.0)
-    )
+    weights, outside = correction_weights(dirty, dirty, nothing, correction)
     terms = torch.ones(2, 4, requires_grad=True)
     (weights * terms).sum().backward()
     assert terms.grad is not None
@@ -189,3 +256,11 @@ def test_row_levels_mark_all_tokens_of_a_row_outside_the_band() -> None:
     old, rollout, _ = row
     acting = torch.tensor([[True, False, True]])
     assert correction_weights(old, rollout, acting, preset("seq-mask-tis"))[1].equal(acting)
+
+
+def test_filtered_units_are_tokens_or_rows_with_actions() -> None:
+    mask = torch.tensor([[True, True, False], [True, True, True], [False, False, False]])
+    outside = torch.tensor([[True, True, False], [False, False, False], [False, False, False]])
+    assert filtered_units(outside, mask, "token") == (2, 5)
+    assert filtered_units(outside, mask, "seq") == (1, 2)
+    assert filtered_units(outside, mask, "seq-product") == (1, 2)

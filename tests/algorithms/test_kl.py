@@ -7,7 +7,13 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from openrlhf.algorithms.kl import KL_ESTIMATORS, KLController, kl_clamped, kl_estimate
+from openrlhf.algorithms.kl import (
+    KL_ESTIMATORS,
+    KLController,
+    kl_clamped,
+    kl_estimate,
+    unbiased_kl_estimate,
+)
 from tests.reference import policy
 
 ESTIMATORS = ["k1", "k2", "k3"]
@@ -115,6 +121,58 @@ def test_kl_estimate_depends_only_on_the_log_ratio(estimator: str, x: float, shi
         for s in (0.0, shift)
     )
     assert moved.item() == pytest.approx(at_zero.item(), abs=1e-9)
+
+
+@pytest.mark.parametrize("estimator", ESTIMATORS)
+def test_unbiased_kl_matches_the_float64_loop_in_value_and_gradient(estimator: str) -> None:
+    logprobs = torch.linspace(-8, -0.1, 40, dtype=torch.float64, requires_grad=True)
+    generator = torch.Generator().manual_seed(0)
+    old, reference = logprobs.detach() + 2 * torch.randn(
+        2, 40, dtype=torch.float64, generator=generator
+    )
+    kl = unbiased_kl_estimate(logprobs, old, reference, estimator)
+    (gradient,) = torch.autograd.grad(kl.sum(), logprobs)
+    columns = zip(logprobs.tolist(), old.tolist(), reference.tolist(), strict=True)
+    expected = [policy.unbiased_kl(new, before, ref, estimator) for new, before, ref in columns]
+    assert kl.tolist() == pytest.approx([value for value, _ in expected])
+    assert gradient.tolist() == pytest.approx([slope for _, slope in expected])
+    weights = (logprobs.detach() - old).exp()
+    assert (weights > 10).any() and (weights < 1).any()
+
+
+def test_unbiased_kl_has_one_gradient_for_all_estimators_even_where_they_are_clipped() -> None:
+    logprobs = torch.linspace(-30, 30, 61, dtype=torch.float64, requires_grad=True)
+    old, reference = logprobs.detach() - 0.5, torch.zeros_like(logprobs)
+    gradients = [
+        torch.autograd.grad(unbiased_kl_estimate(logprobs, old, reference, name).sum(), logprobs)[0]
+        for name in ESTIMATORS
+    ]
+    assert gradients[0].equal(gradients[1]) and gradients[0].equal(gradients[2])
+    torch.testing.assert_close(gradients[0], math.exp(0.5) * logprobs.detach())
+
+
+@pytest.mark.parametrize("estimator", ESTIMATORS)
+def test_unbiased_kl_has_the_gradient_of_the_kl_on_samples_of_the_old_policy(
+    estimator: str,
+) -> None:
+    """All five actions are enumerated."""
+    logits = torch.tensor([0.3, -1.0, 0.7, 0.0, 0.2], dtype=torch.float64, requires_grad=True)
+    old = torch.tensor([0.0, -0.2, 0.4, 0.3, -0.5], dtype=torch.float64).log_softmax(0)
+    reference = torch.tensor([0.1, 0.5, -0.4, 0.0, 0.9], dtype=torch.float64).log_softmax(0)
+    logprobs = logits.log_softmax(0)
+    sampled = old.exp() * unbiased_kl_estimate(logprobs, old, reference, estimator)
+    true_kl = (logprobs.exp() * (logprobs - reference)).sum()
+    (of_samples,) = torch.autograd.grad(sampled.sum(), logits, retain_graph=True)
+    (of_kl,) = torch.autograd.grad(true_kl, logits)
+    torch.testing.assert_close(of_samples, of_kl)
+
+
+@pytest.mark.parametrize("estimator", ESTIMATORS)
+def test_unbiased_kl_value_equals_the_estimate_in_float32(estimator: str) -> None:
+    logprobs = torch.linspace(-120, 0, 50, requires_grad=True)
+    old, reference = torch.full((50,), -3.0), torch.full((50,), -1.0)
+    unbiased = unbiased_kl_estimate(logprobs, old, reference, estimator)
+    assert unbiased.equal(kl_estimate(logprobs, reference, estimator))
 
 
 def test_tokens_with_a_clipped_kl_estimate_are_counted() -> None:

@@ -222,9 +222,8 @@ def test_loss_with_an_empty_mask_is_a_differentiable_zero(name: str, kind: str) 
     blank = torch.full((3, 4), math.nan)
     logprobs, empty = blank.clone().requires_grad_(), torch.zeros(3, 4, dtype=torch.bool)
     weights, count = aggregation_weights(empty, kind, max_tokens=9)
-    corrected, _ = correction_weights(
-        blank, blank, empty, Correction(level="sequence", mode="mask", low=0.5, high=2.0)
-    )
+    correction = Correction(gating="binary_kl", level="seq", mode="mask", low=0.0, high=2.0)
+    corrected, _ = correction_weights(blank, blank, empty, correction)
     loss = (weights * corrected * loss_of(name, (logprobs, blank, blank, empty)).per_token).sum()
     loss.backward()
     assert (loss.item(), count) == (0.0, 0.0)
@@ -367,7 +366,7 @@ def test_loss_and_gradient_do_not_depend_on_the_micro_batch_split(
     rollout = old + 0.5 * torch.randn(
         old.shape, dtype=old.dtype, generator=torch.Generator().manual_seed(2)
     )
-    correction = Correction(level="geometric", mode="mask", low=0.8, high=1.25)
+    correction = Correction(gating="ratio", level="seq", mode="mask", low=0.8, high=1.25)
 
     def share(rows: list[int]) -> tuple[Tensor, Tensor, float]:
         """Return these rows' per-token loss terms, the weighted sum of the terms, and the count."""

@@ -5,11 +5,13 @@ from typing import get_args
 import pytest
 
 from openrlhf.algorithms.advantages import ADVANTAGE_ESTIMATORS
-from openrlhf.algorithms.corrections import Level, Mode
+from openrlhf.algorithms.corrections import Gating, Level, Mode
 from openrlhf.algorithms.kl import KL_ESTIMATORS
 from openrlhf.algorithms.policy_losses import AGGREGATIONS, POLICY_LOSSES
 from openrlhf.algorithms.registry import Registry
 from openrlhf.config import choices
+from openrlhf.config.algorithm import AdvantageConfig
+from openrlhf.config.flags import flags_of
 
 
 def test_registering_a_name_twice_raises_an_error() -> None:
@@ -63,11 +65,12 @@ def test_registering_a_function_adds_its_name_and_traits_to_the_flag_choices() -
     assert table == {"known": 1, "new": 3, "plain": 5}
 
 
-def test_correction_presets_have_valid_levels_and_modes() -> None:
-    assert all(
-        level in get_args(Level) and mode in get_args(Mode)
-        for level, mode in choices.CORRECTIONS.values()
-    )
+def test_flag_choices_match_the_parts_of_a_correction() -> None:
+    flags = flags_of(AdvantageConfig)
+    parts = {"level": Level, "mode": Mode, "gating": Gating}
+    for name, part in parts.items():
+        accepted = set(flags[f"is_correction_{name}"].choices or ())
+        assert accepted - {"off"} == set(get_args(part))
 
 
 def test_flag_choices_match_the_registered_kl_estimators() -> None:

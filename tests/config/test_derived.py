@@ -279,8 +279,12 @@ def test_estimators_other_than_gae_have_no_critic(capsys: pytest.CaptureFixture[
     assert "--critic.model_name_or_path: no effect without a critic" in capsys.readouterr().err
 
 
-@pytest.mark.parametrize("estimator", ["rloo", "reinforce_baseline", "group_norm", "dr_grpo"])
-def test_group_estimators_ignore_gamma(estimator: str, capsys: pytest.CaptureFixture[str]) -> None:
+@pytest.mark.parametrize(
+    "estimator", ["rloo", "reinforce_baseline", "group_norm", "dr_grpo", "flash_reinforce"]
+)
+def test_estimators_that_compare_episodes_ignore_gamma(
+    estimator: str, capsys: pytest.CaptureFixture[str]
+) -> None:
     line = f"--algo.advantage.estimator {estimator} --rollout.n_samples_per_prompt 2"
     assert ppo(f"{line} --algo.advantage.gamma 0.9").algo.advantage.gamma == 1.0
     assert (
@@ -478,7 +482,9 @@ def test_quantized_weights_get_a_notice_unless_the_loss_is_corrected() -> None:
         "samples come from quantized weights"
         in resolved(rl(vllm__quantization="fp8_per_channel"))[1]
     )
-    corrected = rl(vllm__quantization="fp8_per_channel", algo__advantage__is_correction_enable=True)
+    corrected = rl(
+        vllm__quantization="fp8_per_channel", algo__advantage__is_correction_level="token"
+    )
     assert "quantized weights" not in resolved(corrected)[1]
 
 

@@ -57,7 +57,7 @@ NOT_YET = "not available yet"
 # Arguments that set a flag to an effective value, for flags whose other values break a rule or
 # change nothing.
 VALUES = {
-    "algo.correction.mode": "--algo.correction.mode mask",
+    "algo.advantage.is_correction_gating": "--algo.advantage.is_correction_gating tv",
     "actor.dual_clip": "--actor.dual_clip 3",
     "ckpt.max_mem": "--ckpt.max_mem 5",
     "reward.on_error": "--reward.on_error drop",
@@ -68,7 +68,6 @@ VALUES = {
 }
 # Additional arguments without which a flag has no effect.
 BESIDE = {
-    "algo.correction.mode": "--algo.correction.level token --algo.correction.band 0.5 2",
     "vllm.disable_prefix_caching": "--rollout.n_samples_per_prompt 2",
     "vllm.enable_prefix_caching": "--eval.n_samples_per_prompt 1",
 }
@@ -236,8 +235,8 @@ def given_to_all(config: Any) -> Iterator[Any]:
         yield plan_placement(config, kind)
         yield settings.transport(config, kind)
         yield vars(ExperienceMaker(config).kl)
-        yield correction_of(config.algo)
-        yield clip_of(config.actor), config.algo.correction.level
+        yield correction_of(config.algo.advantage)
+        yield clip_of(config.actor)
         yield settings.optimizer_steps(config, 5000, after=config.frozen_steps)
         if config.estimator.needs_critic:
             yield training_config(config.ds, max_norm=config.critic.max_norm, ranks=2)

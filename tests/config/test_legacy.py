@@ -12,6 +12,7 @@ import pytest
 
 from openrlhf.config import legacy
 from openrlhf.config.flags import flags_of, value_at
+from openrlhf.config.legacy_values import combined_flags
 from openrlhf.config.options import ConfigError, parse_config
 from openrlhf.config.ppo import PPOConfig
 from tests.config.commands import ROOTS, WITH_OLD, parse, ppo, read_flags, sft, violations
@@ -45,7 +46,35 @@ RENAMED = [
     ("train_ppo_ray", "--colocate_all_models", {"train.colocate_all": True}),
     ("train_ppo_ray", "--advantage_estimator rloo", {"algo.advantage.estimator": "rloo"}),
     ("train_ppo_ray", "--use_kl_estimator_k3", {"algo.kl.estimator": "k3"}),
-    ("train_ppo_ray", "--use_icepop", {"algo.advantage.is_correction_type": "icepop"}),
+    ("train_ppo_ray", "--enable_vllm_is_correction",
+     {"algo.advantage.is_correction_level": "token", "algo.advantage.is_correction_mode": "clip"}),
+    ("train_ppo_ray", "--enable_vllm_is_correction --use_icepop",
+     {"algo.advantage.is_correction_level": "token", "algo.advantage.is_correction_mode": "mask"}),
+    ("train_ppo_ray", "--enable_vllm_is_correction --vllm_is_correction_type seq-mask-tis",
+     {"algo.advantage.is_correction_level": "seq", "algo.advantage.is_correction_mode": "mask"}),
+    ("train_ppo_ray", "--use_icepop", {}),
+    ("train_ppo_ray", "--algo.advantage.is_correction_enable",
+     {"algo.advantage.is_correction_level": "token", "algo.advantage.is_correction_mode": "clip"}),
+    ("train_ppo_ray",
+     "--algo.advantage.is_correction_enable --algo.advantage.is_correction_level off",
+     {"algo.advantage.is_correction_level": "off", "algo.advantage.is_correction_mode": "clip"}),
+    ("train_ppo_ray",
+     "--algo.correction.level token --algo.correction.mode truncate --algo.correction.band 0.5 2",
+     {"algo.advantage.is_correction_level": "token", "algo.advantage.is_correction_mode": "clip",
+      "algo.advantage.is_correction_threshold": (0.0, 2.0)}),
+    ("train_ppo_ray", "--algo.correction.mode truncate",
+     {"algo.advantage.is_correction_mode": "clip",
+      "algo.advantage.is_correction_threshold": (0.0, 5.0)}),
+    ("train_ppo_ray",
+     "--algo.correction.level geometric --algo.correction.mode mask --algo.correction.band 0.5 2",
+     {"algo.advantage.is_correction_level": "seq", "algo.advantage.is_correction_mode": "mask",
+      "algo.advantage.is_correction_threshold": (0.5, 2.0)}),
+    ("train_ppo_ray", "--algo.correction.level=sequence --algo.correction.mode=clip",
+     {"algo.advantage.is_correction_level": "seq-product",
+      "algo.advantage.is_correction_mode": "clip"}),
+    ("train_ppo_ray", "--actor.loss_agg_mode token-mean", {"algo.loss.aggregation": "token"}),
+    ("train_ppo_ray", "--actor.loss_agg_mode seq-mean-token-mean",
+     {"algo.loss.aggregation": "sequence"}),
     ("train_ppo_ray", "--vllm_is_truncated_threshold 2",
      {"algo.advantage.is_correction_threshold": (0, 2)}),
     ("train_ppo_ray", "--vllm_is_truncated_threshold 0.5 5",
@@ -93,7 +122,7 @@ def test_old_name_sets_the_current_flag_with_one_notice(
 
 @pytest.mark.parametrize("command", OLD)
 def test_every_flat_name_of_the_old_command_is_accepted(command: str) -> None:
-    flags = flags_of(WITH_OLD[command])
+    flags = dict(flags_of(WITH_OLD[command]))
     known = legacy.aliases(flags)
     handled = (
         known.keys()
@@ -103,6 +132,7 @@ def test_every_flat_name_of_the_old_command_is_accepted(command: str) -> None:
         | set(legacy.OLD_LENGTHS)
     )
     assert [name for name in OLD[command] if name not in handled] == []
+    flags |= combined_flags(flags)
     for name, targets in known.items():
         shapes = {flags[path].shape for path in targets}
         assert len(shapes) == 1, name
@@ -115,6 +145,33 @@ def test_no_alias_hides_a_current_flag(command: str) -> None:
     assert (
         not (legacy.IGNORED.keys() | legacy.REMOVED.keys() | legacy.SWITCHES.keys()) & flags.keys()
     )
+
+
+@pytest.mark.parametrize("command", ["train_ppo_ray", "train_ppo"])
+def test_old_correction_in_a_file_and_on_the_command_line_are_combined(
+    command: str, tmp_path: Path
+) -> None:
+    file = tmp_path / "config.yaml"
+    file.write_text("algo:\n  advantage:\n    is_correction_enable: true\n")
+    line = f"--config {file} --algo.advantage.is_correction_type seq-mask-tis"
+    given, (notice,) = read_flags(WITH_OLD[command], line.split(), command=command)
+    assert given == {
+        "algo.advantage.is_correction_level": "seq",
+        "algo.advantage.is_correction_mode": "mask",
+    }
+    assert "--algo.advantage.is_correction_level seq" in notice
+
+
+def test_level_off_in_a_file_is_text_and_not_a_boolean(tmp_path: Path) -> None:
+    file = tmp_path / "config.yaml"
+    file.write_text("algo.advantage.is_correction_level: off\n")
+    given, _ = read_flags(PPOConfig, ["--config", str(file)], command="train_ppo_ray")
+    assert given == {"algo.advantage.is_correction_level": "off"}
+
+
+def test_unknown_value_of_an_old_flag_is_rejected_with_its_choices() -> None:
+    (sentence,) = violations("train_ppo_ray", "--actor.loss_agg_mode mean")
+    assert "--actor.loss_agg_mode must be one of token-mean, seq-mean-token-mean" in sentence
 
 
 def test_old_batch_inference_launch_script_runs() -> None:

@@ -19,7 +19,7 @@ from openrlhf.config import choices, plugins
 choices.ESTIMATORS["mine"] = choices.EstimatorTraits(per_group=True)
 choices.POLICY_LOSSES["my_loss"] = choices.LossTraits(aggregation="sequence")
 """
-TABLES = (choices.ESTIMATORS, choices.POLICY_LOSSES, choices.CORRECTIONS, choices.KL_ESTIMATORS)
+TABLES = (choices.ESTIMATORS, choices.POLICY_LOSSES, choices.KL_ESTIMATORS)
 
 
 @pytest.fixture
@@ -75,7 +75,6 @@ def test_configuration_file_may_name_a_plugin_and_use_its_names(
     ("command", "flag"),
     [
         ("train_ppo_ray", "--algo.advantage.estimator"),
-        ("train_ppo_ray", "--algo.advantage.is_correction_type"),
         ("train_ppo_ray", "--algo.kl.estimator"),
         ("train_ppo_ray", "--actor.policy_loss_type"),
         ("train_dpo", "--model.loss_type"),
@@ -96,7 +95,6 @@ def test_error_for_an_unknown_fixed_choice_does_not_mention_the_plugin_flag() ->
 
 REGISTRATIONS = """
 from openrlhf.algorithms.advantages import advantage_estimator
-from openrlhf.config.choices import CORRECTIONS
 from openrlhf.algorithms.kl import KL_ESTIMATORS
 from openrlhf.algorithms.policy_losses import policy_loss
 from openrlhf.config import choices, plugins
@@ -109,7 +107,6 @@ def loss(*args, **kwargs): ...
 def clipped(*args, **kwargs): ...
 @KL_ESTIMATORS.register("my_kl")
 def kl(log_ratio): return log_ratio
-CORRECTIONS["my_correction"] = ("sequence", "truncate")
 choices.POLICY_LOSSES["my_clipped_loss"] = choices.LossTraits(clip=(0.5, 0.25))
 """
 ACCEPTED = """
@@ -117,14 +114,13 @@ import sys
 from openrlhf.config import choices, plugins
 from tests.config.commands import ppo, violations
 line = "--plugin " + sys.argv[1] + " --algo.kl.estimator my_kl --actor.policy_loss_type "
-more = " --algo.advantage.is_correction_type my_correction --algo.advantage.estimator my_estimator"
+more = " --algo.advantage.estimator my_estimator"
 (sentence,) = violations("train_ppo_ray", line + "my_loss" + more)
 assert "my_estimator compares the samples of a prompt" in sentence, sentence
 config = ppo(line + "my_loss --rollout.n_samples_per_prompt 2" + more)
 assert config.algo.loss.aggregation == "sequence"
 assert config.estimator.per_group and not config.estimator.needs_critic
 assert (config.algo.kl.estimator, config.actor.eps_clip_low_high) == ("my_kl", (0.2, 0.2))
-assert choices.CORRECTIONS[config.algo.advantage.is_correction_type] == ("sequence", "truncate")
 assert ppo(line + "my_clipped_loss").actor.eps_clip_low_high == (0.5, 0.25)
 """
 
@@ -132,7 +128,7 @@ assert ppo(line + "my_clipped_loss").actor.eps_clip_low_high == (0.5, 0.25)
 def test_algorithms_that_a_plugin_registers_become_choices(
     tmp_path: Path,
 ) -> None:
-    """The plug-in registers estimators, losses, KL estimators and corrections.
+    """The plug-in registers estimators, losses and KL estimators.
 
     The plug-in is loaded in a separate process, because registered names cannot be removed.
     """

@@ -99,6 +99,7 @@ SUPPORTED = [
         ("train_ppo_ray", f"--algo.advantage.estimator {name} --rollout.n_samples_per_prompt 4")
         for name in ("reinforce", "reinforce_baseline", "rloo", "group_norm", "dr_grpo")
     ],
+    ("train_ppo_ray", "--algo.advantage.estimator flash_reinforce"),
 ]  # fmt: skip
 
 

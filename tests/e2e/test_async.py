@@ -68,7 +68,7 @@ def flags(workspace: Path, folder: Path, **changes: Any) -> dict[str, Any]:
         "train.async_enable": True,
         "train.async_queue_size": 2,
         "train.num_episodes": EPOCHS,
-        "algo.advantage.is_correction_enable": True,
+        "algo.advantage.is_correction_level": "token",
         "actor.adam.lr": 1e-3,
         "algo.kl.use_loss": True,
         "algo.kl.estimator": "k3",
@@ -131,6 +131,31 @@ def test_every_sample_has_one_weight_version_without_partial_rollouts(workspace:
     assert {len(row["weight_versions"]) for row in samples(folder)} == {1}
     assert set(lags(folder)) == {0, 1}
     assert lags(folder).count(0) == BATCH * SAMPLES  # only the first step's samples have no lag
+
+
+@pytest.mark.usefixtures("cluster")
+def test_flash_reinforce_masks_stale_answers_whose_divergence_exceeds_the_threshold(
+    workspace: Path,
+) -> None:
+    folder = workspace / "flash"
+    changes = {
+        "algo.advantage.estimator": "flash_reinforce",
+        "rollout.n_samples_per_prompt": 1,
+        "train.batch_size": BATCH,
+        "train.num_episodes": 1,
+        "train.partial_rollout_enable": True,
+        "data.max_samples": 4 * BATCH,
+        "algo.advantage.is_correction_level": "seq",
+        "algo.advantage.is_correction_gating": "binary_kl",
+        "algo.advantage.is_correction_threshold": 1e-8,  # far above rounding errors in float32
+        "algo.kl.unbiased_gradient": True,
+    }
+    train_here(flags(workspace, folder, **changes))
+    masked = column(folder, "train/is_filter_ratio")
+    assert len(masked) == 4
+    assert masked[0] == 0
+    assert max(masked) > 0, "some samples are older than the first update"
+    assert {share * BATCH for share in masked} <= {0, 1, 2, 3, 4}
 
 
 @pytest.mark.verify

@@ -39,10 +39,10 @@ SEPARATE = (
 ASYNC = (
     "--actor.model_name_or_path org/sft --data.prompt_dataset org/prompts --reward.verifier math "
     "--data.label_key answer --algo.advantage.estimator group_norm "
-    "--rollout.n_samples_per_prompt 8 --algo.advantage.is_correction_enable --train.async_enable "
-    "--train.async_queue_size 2 --train.partial_rollout_enable --train.colocate_all "
-    "--actor.num_gpus_per_node 4 --vllm.num_engines 2 --vllm.tensor_parallel_size 2 "
-    "--ds.zero_stage 3 --vllm.sync_backend nccl"
+    "--rollout.n_samples_per_prompt 8 --algo.advantage.is_correction_level token "
+    "--train.async_enable --train.async_queue_size 2 --train.partial_rollout_enable "
+    "--train.colocate_all --actor.num_gpus_per_node 4 --vllm.num_engines 2 "
+    "--vllm.tensor_parallel_size 2 --ds.zero_stage 3 --vllm.sync_backend nccl"
 )
 
 

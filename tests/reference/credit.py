@@ -73,6 +73,8 @@ def shaped(name: str, rewards: Row, groups: list[int]) -> Row:
         everyone = [*others, rewards[i]]
         if name in ("gae", "reinforce"):
             result.append(rewards[i])
+        elif name == "flash_reinforce":
+            result.append(rewards[i] - math.fsum(rewards) / len(rewards))
         elif not others:
             result.append(0.0)
         elif name == "rloo":

@@ -123,23 +123,57 @@ def mismatch(
     )
 
 
+def gate(old: Row, rollout: Row, mask: Mask, level: str, gating: str = "ratio") -> Row:
+    """Return the statistic of every token that is compared with the band."""
+    values = []
+    for log_q, log_p in zip(old, rollout, strict=True):
+        p, q = (min(max(math.exp(x), 1e-6), 1 - 1e-6) for x in (log_p, log_q))
+        if gating == "ratio":
+            values.append(log_q - log_p)
+        elif gating == "tv":
+            values.append(abs(p - q))
+        else:
+            values.append(p * math.log(p / q) + (1 - p) * math.log((1 - p) / (1 - q)))
+    acting = [value for value, acts in zip(values, mask, strict=True) if acts]
+    if level == "seq":
+        values = [math.fsum(acting) / max(len(acting), 1)] * len(values)
+    elif level == "seq-product":
+        values = [math.fsum(acting)] * len(values)
+    if gating == "ratio":
+        return [math.exp(min(max(value, -20), 20)) for value in values]
+    return values
+
+
 def correction(
-    old: Row, rollout: Row, mask: Mask, level: str, mode: str, low: float, high: float
+    old: Row,
+    rollout: Row,
+    mask: Mask,
+    level: str,
+    mode: str,
+    low: float,
+    high: float,
+    gating: str = "ratio",
 ) -> Row:
-    """Return the weight of every token: ω computed at the given level and bounded by `mode`."""
-    omegas = [math.exp(o - r) for o, r in zip(old, rollout, strict=True)]
-    acting = [w for w, m in zip(omegas, mask, strict=True) if m]
-    product = math.prod(acting)
-    row_omega = product if level == "sequence" else product ** (1 / max(len(acting), 1))
+    """Return the weight of every token: ω, or the gate's ratio clipped to the band."""
     weights = []
-    for omega, acts in zip(omegas, mask, strict=True):
-        judged = omega if level == "token" else row_omega
+    gated = gate(old, rollout, mask, level, gating)
+    for log_q, log_p, statistic, acts in zip(old, rollout, gated, mask, strict=True):
         if not acts:
             weights.append(0.0)
-        elif mode == "mask":
-            weights.append(omega if low <= judged <= high else 0.0)
         elif mode == "clip":
-            weights.append(min(max(judged, low), high))
+            weights.append(min(max(statistic, low), high))
+        elif low <= statistic <= high:
+            weights.append(math.exp(log_q - log_p))
         else:
-            weights.append(min(judged, high))
+            weights.append(0.0)
     return weights
+
+
+def unbiased_kl(
+    logprob: float, old: float, reference: float, estimator: str
+) -> tuple[float, float]:
+    """Return the value of the KL term of one token and its derivative with respect to log π_θ."""
+    x = logprob - reference
+    value = {"k1": x, "k2": x * x / 2, "k3": math.exp(-x) - 1 + x}[estimator]
+    weight = min(math.exp(logprob - old), 10.0)
+    return min(max(value, -10.0), 10.0), weight * x

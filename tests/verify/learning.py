@@ -19,6 +19,7 @@ COMMAND = "python -m pytest -m verify tests/verify/test_learning.py"
 ENDS = 6  # a curve starts and ends with the means of its first and last sixth
 UNCORRECTED = "uncorrected"
 CORRECTIONS = ("tis", "tis_paper", "icepop", "seq_mask_tis")
+GATES = ("binary_kl",)  # corrections that compare a divergence
 BARS = "▁▂▃▄▅▆▇█"
 
 

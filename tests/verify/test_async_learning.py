@@ -23,7 +23,7 @@ pytestmark = pytest.mark.verify
 RECORDS = FOLDER / "asynchronous.jsonl"
 SEEDS = [1, 2, 3]
 BEHIND = "--train.async_enable --train.partial_rollout_enable --train.async_queue_size"
-CORRECTED = "--algo.advantage.is_correction_enable"
+CORRECTED = "--algo.advantage.is_correction_level token --algo.advantage.is_correction_mode clip"
 RUNS = {
     "synchronous": "",
     **{f"queue{size}": f"{BEHIND} {size}" for size in (1, 2, 4, 8)},

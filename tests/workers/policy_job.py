@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 
-from openrlhf.config.algorithm import AlgoConfig, CorrectionConfig, KLConfig, PtxConfig
+from openrlhf.config.algorithm import AdvantageConfig, AlgoConfig, KLConfig, PtxConfig
 from openrlhf.config.learning import ActorConfig, RLDeepSpeedConfig, RLFlags, RLTrainConfig
 from openrlhf.config.machine import world_size
 from openrlhf.config.rollout import RolloutConfig, VLLMConfig
@@ -50,7 +50,9 @@ ACTOR = ActorConfig(
     entropy_coef=ENTROPY_COEF,
 )
 ALGO = AlgoConfig(
-    correction=CorrectionConfig(level="token", mode="clip", band=BAND),
+    advantage=AdvantageConfig(
+        is_correction_level="token", is_correction_mode="clip", is_correction_threshold=BAND
+    ),
     kl=KLConfig(estimator="k3", use_loss=True),
     ptx=PtxConfig(coef=PTX_COEF),
 )

@@ -8,7 +8,7 @@ from itertools import product
 
 import torch
 
-from openrlhf.config.algorithm import AlgoConfig, CorrectionConfig, LossConfig
+from openrlhf.config.algorithm import AdvantageConfig, AlgoConfig, LossConfig
 from openrlhf.config.learning import ActorConfig
 from openrlhf.core.batches import Experience
 from openrlhf.observability.metrics import values
@@ -31,9 +31,18 @@ OBJECTIVES = list(product(("ppo", "gspo", "cispo"), ("token", "sequence", "const
 CLIPS = {"ppo": 0.2, "gspo": 0.05, "cispo": 0.2}
 # Bounds of π_old ÷ π_rollout, whose log is −0.2 ± 0.3 for each of a row's (about five) tokens.
 CORRECTIONS = {
-    "ppo": CorrectionConfig(level="token", mode="truncate", band=(0.5, 0.9)),
-    "gspo": CorrectionConfig(level="geometric", mode="mask", band=(0.75, 0.9)),
-    "cispo": CorrectionConfig(level="sequence", mode="clip", band=(0.3, 0.6)),
+    "ppo": AdvantageConfig(
+        is_correction_level="token",
+        is_correction_mode="clip",
+        is_correction_threshold=(0.0, 0.9),
+    ),
+    # The ratio of GSPO is π_θ / π_rollout with a correction.
+    "gspo": AdvantageConfig(is_correction_level="seq", is_correction_threshold=(0.75, 0.9)),
+    "cispo": AdvantageConfig(
+        is_correction_level="seq",
+        is_correction_gating="binary_kl",
+        is_correction_threshold=(0.0, 0.0012),
+    ),
 }
 
 
@@ -42,7 +51,7 @@ def objective_of(loss: str, aggregation: str) -> tuple[ActorConfig, AlgoConfig]:
         ACTOR, policy_loss_type=loss, eps_clip_low_high=(CLIPS[loss], 1.5 * CLIPS[loss])
     )
     return actor, replace(
-        ALGO, correction=CORRECTIONS[loss], loss=LossConfig(aggregation=aggregation)
+        ALGO, advantage=CORRECTIONS[loss], loss=LossConfig(aggregation=aggregation)
     )
 
 

@@ -202,8 +202,10 @@ def test_mismatch_metrics_compare_the_engine_with_the_old_policy(
     assert metrics["train/vllm_kl"] == pytest.approx(-float(gap.mean()), rel=1e-5)
     assert metrics["train/rollout_ratio"] == pytest.approx(float(gap.exp().mean()), rel=1e-5)
     outside = (gap.exp() < BAND[0]) | (gap.exp() > BAND[1])
-    assert metrics["train/rollout_ratio_outside"] == pytest.approx(float(outside.float().mean()))
-    assert 0.2 < metrics["train/rollout_ratio_outside"] < 0.9
+    assert metrics["train/is_filter_ratio"] == pytest.approx(float(outside.float().mean()))
+    assert 0.2 < metrics["train/is_filter_ratio"] < 0.9
+    unusual = (gap.exp() < 0.5) | (gap.exp() > 5)
+    assert metrics["train/rollout_ratio_outside"] == pytest.approx(float(unusual.float().mean()))
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)

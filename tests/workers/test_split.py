@@ -17,7 +17,8 @@ import torch
 from torch import Tensor
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
-from openrlhf.config.algorithm import CorrectionConfig
+from openrlhf.config.algorithm import AdvantageConfig
+from openrlhf.core.batches import Experience
 from openrlhf.trainers.update_plan import plan_update
 from tests.ranks import run_ranks
 from tests.reference import policy as reference
@@ -109,12 +110,15 @@ def row_terms(hf: PreTrainedModel, row: int, loss: str) -> tuple[Tensor, Tensor]
     assert (
         one.advantages is not None and one.old_logprobs is not None and one.ref_logprobs is not None
     )
+    assert one.rollout_logprobs is not None
     logprobs, entropies, mask = scores(hf, row)
     advantages, old, ref = (
         column.double()[mask] for column in (one.advantages, one.old_logprobs, one.ref_logprobs)
     )
     logprobs = logprobs[mask]
     low, high = 1 - CLIPS[loss], 1 + 1.5 * CLIPS[loss]
+    if loss == "gspo":
+        old = one.rollout_logprobs.double()[mask]
     ratio = (logprobs - old).exp()
     if loss == "gspo":
         ratio = ratio.prod() ** (1 / len(ratio))
@@ -122,17 +126,27 @@ def row_terms(hf: PreTrainedModel, row: int, loss: str) -> tuple[Tensor, Tensor]
         terms = -ratio.detach().clamp(low, high) * advantages * logprobs
     else:
         terms = -torch.minimum(ratio * advantages, ratio.clamp(low, high) * advantages)
-    axes = axes_of(CORRECTIONS[loss])
-    sampled = (column.tolist() for column in (one.old_logprobs, one.rollout_logprobs, mask))
-    terms = terms * torch.tensor(reference.correction(*sampled, *axes), dtype=torch.float64)[mask]
+    terms = terms * torch.tensor(trust(one, loss), dtype=torch.float64)[mask]
     k3 = (ref - logprobs).exp() - 1 - (ref - logprobs)
     return terms, (KL_COEF * k3 - ENTROPY_COEF * entropies[mask]).sum()
 
 
-def axes_of(correction: CorrectionConfig) -> tuple[str, str, float, float]:
-    """Return the level, mode and bounds of the correction."""
-    assert correction.level and correction.mode and correction.band
-    return correction.level, correction.mode, *correction.band
+def trust(one: Experience, loss: str) -> list[float]:
+    """Return the correction's weight of every token of a row. GSPO has no weights."""
+    assert one.old_logprobs is not None and one.rollout_logprobs is not None
+    mask = one.action_mask.tolist()
+    if loss == "gspo":
+        return [1.0] * len(mask)
+    flags: AdvantageConfig = CORRECTIONS[loss]
+    return reference.correction(
+        one.old_logprobs.tolist(),
+        one.rollout_logprobs.tolist(),
+        mask,
+        flags.is_correction_level,
+        flags.is_correction_mode,
+        *flags.is_correction_threshold,
+        flags.is_correction_gating,
+    )
 
 
 @pytest.mark.parametrize("loss", CLIPS)
@@ -140,17 +154,17 @@ def test_plain_row_terms_equal_the_reference_loop(model: str, loss: str) -> None
     hf = AutoModelForCausalLM.from_pretrained(model, dtype=torch.float64)
     one = experience().select([3])
     assert one.advantages is not None and one.old_logprobs is not None
+    assert one.rollout_logprobs is not None
     with torch.no_grad():
         terms, _ = row_terms(hf, 3, loss)
-        columns = (scores(hf, 3)[0], one.old_logprobs, one.advantages, one.action_mask)
+        base = one.rollout_logprobs if loss == "gspo" else one.old_logprobs
+    columns = (scores(hf, 3)[0], base, one.advantages, one.action_mask)
     expected = getattr(reference, loss)(
         *(column.tolist() for column in columns), CLIPS[loss], 1.5 * CLIPS[loss], None
     )
     mask = one.action_mask.tolist()
-    sampled = one.old_logprobs.tolist(), one.rollout_logprobs.tolist(), mask
-    trust = reference.correction(*sampled, *axes_of(CORRECTIONS[loss]))
     assert terms.tolist() == pytest.approx(
-        [x * w for x, w, acts in zip(expected, trust, mask, strict=True) if acts]
+        [x * w for x, w, acts in zip(expected, trust(one, loss), mask, strict=True) if acts]
     )
 
 
@@ -184,7 +198,10 @@ def compare(
         assert metrics["train/policy_loss"] == pytest.approx(expected["loss"], abs=LOSS), layout
         assert metrics["train/actor_grad_norm"] == pytest.approx(expected["norm"], rel=NORM), layout
         assert 0.1 < metrics["train/ppo_clip_ratio"] < 0.9, layout
-        assert 0.1 < metrics["train/rollout_ratio_outside"] < 0.9, layout
+        if loss == "gspo":
+            assert "train/is_filter_ratio" not in metrics, layout
+        else:
+            assert 0.1 < metrics["train/is_filter_ratio"] < 0.9, layout
         assert result["weights"].keys() == expected["weights"].keys()
         for name, weight in result["weights"].items():
             difference = (weight.double() - expected["weights"][name]).abs().max()
