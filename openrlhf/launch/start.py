@@ -21,10 +21,9 @@ from openrlhf.cluster.ray_cluster import expected_machines, ray_cluster
 from openrlhf.cluster.ray_watch import LostRay
 from openrlhf.cluster.worker_group import WorkerError
 from openrlhf.config.flags import amend
+from openrlhf.config.groups import role_groups
 from openrlhf.config.machine import quick_imports
 from openrlhf.config.ppo import PPOConfig
-from openrlhf.config.rollout import RewardConfig
-from openrlhf.config.shared import GroupConfig
 from openrlhf.launch.ray_loss import (
     CONTINUES_ITSELF,
     RESTARTS,
@@ -205,22 +204,14 @@ def how_to_continue(config: PPOConfig) -> str:
 
 def plan_placement(config: PPOConfig, kind: str) -> Placement:
     """Return the host groups of a run, which group its roles by shared devices."""
-    roles = sizes_of_roles(config)
     groups: list[HostGroup] = []
-    placed: set[str] = set()
-    alone = [[role] for role in roles]
-    for sharing in [*config.train.colocated, *alone]:
-        together = tuple(role for role in roles if role in sharing and role not in placed)
-        if not together:
-            continue
-        placed.update(together)
-        size = roles[together[0]]
+    for sharing in role_groups(config):
         group = HostGroup(
-            name="+".join(together),
-            roles=together,
-            nodes=size.num_nodes,
-            per_node=size.num_gpus_per_node,
-            wants=config.placement.wants(together),
+            name=sharing.name,
+            roles=sharing.roles,
+            nodes=sharing.size.num_nodes,
+            per_node=sharing.size.num_gpus_per_node,
+            wants=config.placement.wants(sharing.roles),
         )
         groups.append(group)
     if not config.rollout.replay_dir:
@@ -230,22 +221,3 @@ def plan_placement(config: PPOConfig, kind: str) -> Placement:
         wants = config.placement.wants(["vllm"])
         groups.append(engine_group(config.vllm, "vllm", shares=shares, wants=wants))
     return Placement(groups=tuple(groups), on_gpus=kind == "cuda")
-
-
-def sizes_of_roles(config: PPOConfig) -> dict[str, GroupConfig | RewardConfig]:
-    """Return the roles that have models, each with the section that sets its process count.
-
-    The roles are in the order of the host groups.
-    """
-    roles: dict[str, GroupConfig | RewardConfig] = {}
-    if not config.rollout.only:
-        roles["actor"] = config.actor
-        if config.has_reference:
-            roles["ref"] = config.ref
-        if config.local_teacher:
-            roles["teacher"] = config.ref
-        if config.estimator.needs_critic:
-            roles["critic"] = config.critic
-    if config.reward.models:
-        roles["reward"] = config.reward
-    return roles

@@ -12,7 +12,7 @@ def training_config(ds: DeepSpeedConfig, *, max_norm: float, ranks: int) -> dict
     backward pass accumulates and each step is applied, so that the caller decides on window
     boundaries and loss denominators.
     """
-    zero = _zero_config(ds, trained_zero_stage(ds, ranks))
+    zero = _zero_config(ds, ds.trained_stage(ranks))
     if ds.zpg > 1:
         zero["zero_hpz_partition_size"] = ds.zpg
     if ds.adam_offload:
@@ -27,25 +27,6 @@ def training_config(ds: DeepSpeedConfig, *, max_norm: float, ranks: int) -> dict
         "gradient_clipping": max_norm,
         "zero_optimization": zero,
     }
-
-
-def trained_zero_stage(ds: DeepSpeedConfig, ranks: int) -> int:
-    """Return the ZeRO stage to train with, which may differ from --ds.zero_stage.
-
-    Stage 1 in bfloat16 with --ds.enable_sleep runs as stage 2, because DeepSpeed cannot move the
-    optimizer state of stage 1. (Stage 0 cannot be combined with that flag.) Stage 0 in bfloat16
-    runs as stage 1, because DeepSpeed's stage 0 cannot accumulate bfloat16 gradients in float32; so
-    does stage 0 with tensor parallelism, which has no gradient norm over split weights. Stage 2 on
-    one process runs as stage 1, because there are no other ranks to shard gradients over, and stage
-    2 makes an additional copy of each micro-batch's gradients. All stages compute the same numbers.
-    """
-    if ds.sleeps and ds.param_dtype == "bf16":
-        return max(2, ds.zero_stage)
-    if ds.zero_stage == 0 and (ds.param_dtype == "bf16" or ds.tensor_parallel_size > 1):
-        return 1
-    if ds.zero_stage == 2 and ranks == 1:
-        return 1
-    return ds.zero_stage
 
 
 def inference_config(ds: DeepSpeedConfig, *, offload: bool = False) -> dict[str, Any]:

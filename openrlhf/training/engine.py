@@ -104,7 +104,7 @@ class TrainEngine:
         self.nonfinite_in_a_row = 0  # number of skipped steps since the last applied one
         self._has_two_moments = optimizer.optim == "adam"
         # Stage 0 in float32 computes no gradient norm and does not check for non-finite gradients.
-        self._has_zero_optimizer = ds_config.trained_zero_stage(ds, ranks) > 0
+        self._has_zero_optimizer = ds.trained_stage(ranks) > 0
         engine.enable_backward_allreduce = self._has_zero_optimizer
         self._sleep()
 
