@@ -1,0 +1,176 @@
+"""Bytes of a forward and backward pass: activations, temporary tensors and logits.
+
+The formulas count what PyTorch's autograd saves in the layers of Transformers: the inputs of every
+matrix product, the operands of every product of activations, and the float32 copies of the norms.
+`b` is the number of bytes of an activation, h the hidden size.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from openrlhf.planning.constants import Constants
+from openrlhf.planning.roles import GEMMA_LIKE, ModelRole, Pass
+
+ADAPTED_LAYERS = 7  # linear layers of a decoder layer, whose adapters save `rank` values per token
+CHUNK_LOGITS = 1 << 25  # `algorithms.tensors.CHUNK_LOGITS`: logits that exist at a time
+
+
+@dataclass(frozen=True)
+class PassBytes:
+    """Bytes of one pass on one rank."""
+
+    saved: int  # activations that are kept for the backward pass
+    recomputed: int  # one layer's activations, with gradient checkpointing
+    scoring: int  # temporary tensors of a layer in a pass without gradient
+    training: int  # in a pass with gradient, which saves nearly all tensors of a layer
+    forward_logits: int  # a chunk of logits with its temporary tensors
+    backward_logits: int
+
+
+def pass_bytes(role: ModelRole, batch: Pass, constants: Constants) -> PassBytes:
+    """Return the bytes of a pass, with the measured factors applied."""
+    saved, recomputed = _saved(role, batch, constants)
+    scoring = batch.tokens * _scoring_per_token(role, batch, constants)
+    training = batch.tokens * 2 * role.width * role.shape.hidden
+    forward_logits, backward_logits = _logits(role, batch)
+    common = constants.allocator_factor
+    transient = common * constants.transient_factor
+    logits = common * constants.logits_factor
+    return PassBytes(
+        saved=round(common * constants.activation_factor * saved),
+        recomputed=round(common * constants.activation_factor * recomputed),
+        scoring=round(transient * scoring),
+        training=round(transient * training),
+        forward_logits=round(logits * forward_logits),
+        backward_logits=round(logits * backward_logits),
+    )
+
+
+def _saved(role: ModelRole, batch: Pass, constants: Constants) -> tuple[float, float]:
+    """Return the bytes that a training pass keeps for its backward pass.
+
+    With gradient checkpointing, these are each layer's inputs, and the second value is the largest
+    layer, which the backward pass computes again.
+    """
+    shape, b = role.shape, role.width
+    layers = 0.0
+    largest = 0.0
+    windows = shape.windows or (None,) * shape.layers
+    for window in windows:
+        layer = _layer(role, batch, window, constants)
+        layers += layer
+        largest = max(largest, layer)
+    head = batch.tokens * _norm(role) + batch.scored * b * shape.hidden
+    if shape.scalar and b < 4:
+        head += 4 * batch.scored * shape.hidden  # the head's inputs in float32
+    if role.gradient_checkpointing:
+        return shape.layers * batch.tokens * b * shape.hidden + head, largest
+    return layers + head, 0.0
+
+
+def _layer(role: ModelRole, batch: Pass, window: int | None, constants: Constants) -> float:
+    """Return the bytes that one decoder layer saves."""
+    shape, b = role.shape, role.width
+    norms = shape.norms_per_layer * _norm(role) + 2 * b * shape.hidden
+    attention = _attention(role, batch, constants)
+    mask = 0.0
+    has_mask = not batch.packed or (window is not None and batch.longest > window)
+    if has_mask and not role.flash:
+        # the boolean mask's float copy, which the kernel saves
+        mask = b * batch.tokens * batch.longest / role.sp
+    adapters = b * ADAPTED_LAYERS * role.lora_rank
+    return batch.tokens * (norms + attention + _mlp(role) + adapters) + mask
+
+
+def _norm(role: ModelRole) -> float:
+    """Return a norm's saved bytes per token: its input in float32, and the normalized values.
+
+    The normalized values are only saved for the gradient of the norm's weight.
+    """
+    normalized = role.width
+    if role.shape.model_type in GEMMA_LIKE:
+        normalized = 4  # multiplied by the weight in float32
+    if not role.full_training:
+        normalized = 0
+    return (4 + normalized) * role.shape.hidden
+
+
+def _attention(role: ModelRole, batch: Pass, constants: Constants) -> float:
+    """Return the attention's saved bytes per token: queries, keys, values and outputs."""
+    shape, b = role.shape, role.width
+    queries, keys = shape.queries / role.tp, shape.keys / role.tp
+    statistics = 4 * shape.heads / role.tp  # log-sum-exp of the scores
+    norms = 0.0
+    if shape.qk_norm:
+        norms = (4 + b) * (queries + keys)
+        if not role.full_training:
+            norms = 4 * (queries + keys)
+    if role.flash:
+        return b * (2 * queries + 2 * keys) + statistics + norms
+    if batch.packed:
+        kernel = 4 if constants.device == "cpu" else b  # a CPU computes attention in float32
+        return kernel * (2 * queries + 2 * keys) + b * queries + statistics + norms
+    # Transformers repeats keys and values for every query head if there is a mask.
+    return b * 4 * queries + statistics + norms
+
+
+def _mlp(role: ModelRole) -> float:
+    """Return the saved bytes per token of a dense layer or a mixture of experts.
+
+    The gate and up projections, the activated gate and the product are saved.
+    """
+    shape, b = role.shape, role.width
+    if not shape.experts:
+        return 4 * b * shape.intermediate / role.tp
+    routed = shape.experts_per_token * (4 * shape.intermediate + 2 * shape.hidden)
+    return b * (routed + 4 * shape.shared_intermediate)
+
+
+def _inner_width(role: ModelRole) -> float:
+    """Return the number of elements per token of the widest layer's inner activations."""
+    shape = role.shape
+    if not shape.experts:
+        return shape.intermediate / role.tp
+    return shape.experts_per_token * (shape.intermediate + shape.hidden / 2)
+
+
+def _scoring_per_token(role: ModelRole, batch: Pass, constants: Constants) -> float:
+    """Return the bytes per token of one layer in a forward pass without gradient."""
+    shape, b = role.shape, role.width
+    inner = b * (3 * _inner_width(role) + 2 * shape.hidden)
+    queries, keys = shape.queries / role.tp, shape.keys / role.tp
+    attention = b * (2 * shape.hidden + 3 * (queries + keys))
+    if batch.packed and not role.flash and constants.device == "cpu" and b < 4:
+        attention += 4 * (2 * queries + 2 * keys)
+    norm = 12 * shape.hidden + b * shape.hidden
+    return max(inner, attention, norm)
+
+
+def _logits(role: ModelRole, batch: Pass) -> tuple[float, float]:
+    """Return the bytes of the logits in a forward and in a backward pass.
+
+    One chunk of rows exists at a time. The backward pass computes it again, and sums the gradient
+    of the output layer in float32.
+    """
+    shape, b = role.shape, role.width
+    if shape.scalar:
+        states = 4 * batch.scored * shape.hidden
+        return states, states
+    rows = min(batch.scored, max(1, CHUNK_LOGITS // shape.vocabulary))
+    chunk = rows * shape.vocabulary
+    copies = 4 if b < 4 else 0  # logits in float32
+    previous = b if batch.scored > rows else 0  # the chunk before is freed late
+    forward = b + copies + 4 + previous
+    if role.entropy:
+        forward += 12
+    if role.keeps_logits:
+        forward += 8
+    backward = b + copies + 4 + previous
+    if role.keeps_logits:
+        backward += 16
+    head = 0
+    if role.full_training:
+        head = (4 + b) * shape.head_parameters
+    states = b * batch.scored * shape.hidden
+    return forward * chunk, backward * chunk + head + states

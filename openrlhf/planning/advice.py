@@ -1,0 +1,226 @@
+"""The nearest settings with which a run fits, and the longest sequences that fit.
+
+A change is a flag and its values from the mildest to the strongest. Cheap changes come first: those
+that cost little time, then those that cost more, then those that train something else.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from itertools import combinations
+from typing import Any
+
+from openrlhf.config.flags import amend, flags_of, value_at
+from openrlhf.config.supervised import SupervisedConfig
+from openrlhf.planning.cluster import Cluster
+from openrlhf.planning.plan import Plan, make_plan
+
+LENGTH_STEP = 128  # tokens
+LONGEST = 1 << 20
+LORA_RANK = 32
+ENGINE_SHARE = "vllm.gpu_memory_utilization"
+ENGINE_SHARES = (0.8, 0.7, 0.6, 0.5, 0.4, 0.3, 0.2)
+
+
+@dataclass(frozen=True)
+class Change:
+    """Flags to change together: one set of values per strength, the mildest first."""
+
+    values: tuple[Mapping[str, Any], ...]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Advice:
+    """Flags with which a run fits, and the plan with them."""
+
+    flags: Mapping[str, Any]
+    plan: Plan
+
+    def typed(self, config: Any) -> str:
+        """Return the flags as words of a command line, or an empty string."""
+        flags = flags_of(type(config))
+        words: list[str] = []
+        for path, value in self.flags.items():
+            words.append(flags[path].typed(value))
+        return " ".join(words)
+
+
+def nearest_fit(config: Any, cluster: Cluster, *, thorough: bool = True) -> Advice | None:
+    """Return the fewest and cheapest changes with which the run fits on the cluster, or None.
+
+    One and two changes are tried in the order of their costs. If they do not suffice, all changes
+    are made, and then undone one by one, the most expensive first, as long as the run still fits.
+    Without `thorough`, only this second search runs. Adapters are advised only if all weights
+    cannot be trained on this cluster.
+    """
+    search = Search(config, cluster)
+    changes = list(_changes(config, cluster))
+    chosen = search.fewest(changes, thorough=thorough)
+    if chosen is None and not config.ds.lora.rank:
+        adapter = {"ds.lora.rank": LORA_RANK}
+        changes.append(Change((adapter, adapter | {"ds.load_in_4bit": True})))
+        chosen = search.fewest(changes, thorough=thorough)
+    if chosen is None:
+        return None
+    return search.milder(chosen)
+
+
+class Search:
+    """Trials of changed flags on a cluster."""
+
+    def __init__(self, config: Any, cluster: Cluster) -> None:
+        self.config = config
+        self.cluster = cluster
+        self.violations = set(config.check())
+
+    def trial(self, values: Sequence[Mapping[str, Any]]) -> Advice | None:
+        """Return the plan with these flags if it fits and breaks no rule that was kept before."""
+        flags: dict[str, Any] = {}
+        for each in values:
+            flags |= each
+        for share in ENGINE_SHARES:
+            tried = dict(flags)
+            if ENGINE_SHARE in flags:
+                tried[ENGINE_SHARE] = share
+            changed = amend(self.config, tried)
+            plan = make_plan(changed, self.cluster)
+            if plan.fits and not set(changed.check()) - self.violations:
+                return Advice(flags=tried, plan=plan)
+            if ENGINE_SHARE not in flags:
+                break
+        return None
+
+    def fewest(self, changes: Sequence[Change], *, thorough: bool) -> Sequence[Change] | None:
+        """Return few of the changes with which the run fits at full strength, or None."""
+        if thorough:
+            for count in (1, 2):
+                for some in combinations(changes, count):
+                    if self.trial([change.values[-1] for change in some]):
+                        return some
+        chosen = list(changes)
+        if not self.trial([change.values[-1] for change in chosen]):
+            return None
+        for change in reversed(changes):
+            rest = [kept for kept in chosen if kept is not change]
+            if self.trial([kept.values[-1] for kept in rest]):
+                chosen = rest
+        return chosen
+
+    def milder(self, changes: Sequence[Change]) -> Advice:
+        """Return the mildest values of these changes with which the run still fits."""
+        strongest = [change.values[-1] for change in changes]
+        for place, change in enumerate(changes):
+            for mild in change.values:
+                tried = [*strongest]
+                tried[place] = mild
+                if self.trial(tried):
+                    strongest = tried
+                    break
+        found = self.trial(strongest)
+        assert found
+        return found
+
+
+def _changes(config: Any, cluster: Cluster) -> Iterator[Change]:
+    """Yield the changes that this configuration leaves open, the cheapest first."""
+    is_rl = not isinstance(config, SupervisedConfig)
+    ds = config.ds
+    if is_rl:
+        yield from _engine_changes(config, cluster)
+    yield from _batch_changes(config)
+    trained = "actor" if is_rl else "model"
+    checkpointing = f"{trained}.gradient_checkpointing_enable"
+    if not value_at(config, checkpointing):
+        yield Change(({checkpointing: True},))
+    if not ds.packing_samples and ds.param_dtype != "fp32" and cluster.on_gpus:
+        yield Change(({"ds.packing_samples": True},))
+    for path in ("ref.offload", "reward.offload", "kd.teacher_offload"):
+        if path in flags_of(type(config)) and not value_at(config, path):
+            yield Change(({path: True},))
+    ranks = cluster.devices
+    if ds.zero_stage < 3 and ranks > 1:
+        stages = range(max(1, ds.zero_stage) + 1, 4)
+        yield Change(tuple({"ds.zero_stage": stage} for stage in stages))
+    if cluster.on_gpus and not ds.adam_offload:
+        values: dict[str, Any] = {"ds.adam_offload": True}
+        if ds.zero_stage == 0:
+            values["ds.zero_stage"] = 2
+        yield Change((values,))
+    if cluster.on_gpus and ds.param_offload == "none":
+        yield Change(({"ds.param_offload": "cpu", "ds.zero_stage": 3},))
+    if ranks > 1 and ds.ring_attn_size == 1 and not ds.lora.rank:
+        sizes = [size for size in (2, 4, 8) if ranks % (size * ds.tensor_parallel_size) == 0]
+        if sizes:
+            yield Change(tuple(_ring(size) for size in sizes))
+
+
+def _ring(size: int) -> dict[str, Any]:
+    return {"ds.ring_attn_size": size, "ds.packing_samples": True}
+
+
+def _batch_changes(config: Any) -> Iterator[Change]:
+    """Yield smaller micro-batches."""
+    train = config.train
+    is_rl = not isinstance(config, SupervisedConfig)
+    if is_rl and train.dynamic_batch_enable:
+        budgets = [train.max_tokens_per_gpu // 2, train.max_tokens_per_gpu // 4]
+        smaller = [budget for budget in budgets if budget >= config.data.max_len]
+        names = ("train.max_tokens_per_gpu", "rollout.max_tokens_per_gpu")
+        if smaller:
+            yield Change(tuple(dict.fromkeys(names, budget) for budget in smaller))
+        return
+    sizes: list[int] = []
+    size = train.micro_batch_size
+    while size > 1:
+        size //= 2
+        sizes.append(size)
+    if sizes:
+        yield Change(tuple({"train.micro_batch_size": size} for size in sizes))
+    if is_rl and config.rollout.micro_batch_size > 1:
+        yield Change(({"rollout.micro_batch_size": 1},))
+
+
+def _engine_changes(config: Any, cluster: Cluster) -> Iterator[Change]:
+    """Yield changes of engines that share devices with models, and of their parallelism."""
+    vllm, ds = config.vllm, config.ds
+    if config.rollout.replay_dir or not cluster.on_gpus:
+        return
+    if config.hybrid:
+        if not vllm.enable_sleep:
+            yield Change(({"vllm.enable_sleep": True},))
+        if not ds.enable_sleep and not ds.adam_offload:
+            values: dict[str, Any] = {"ds.enable_sleep": True}
+            yield Change((values | {"ds.zero_stage": max(2, ds.zero_stage)},))
+        yield Change(({ENGINE_SHARE: min(ENGINE_SHARES)},))  # `Search.trial` tries all shares
+    devices = vllm.num_engines * vllm.devices
+    if config.hybrid:
+        devices = config.actor_ranks
+    split: list[dict[str, Any]] = []
+    size = 2 * vllm.tensor_parallel_size
+    while size * vllm.pipeline_parallel_size <= min(devices, cluster.per_node):
+        engines = devices // (size * vllm.pipeline_parallel_size)
+        split.append({"vllm.tensor_parallel_size": size, "vllm.num_engines": engines})
+        size *= 2
+    if split:
+        yield Change(tuple(split))
+
+
+def longest_length(config: Any, cluster: Cluster) -> int:
+    """Return the largest --data.max_len with which the run fits, in steps of 128 tokens; 0: none.
+
+    Memory grows with the length, so a binary search finds the limit.
+    """
+
+    def fits(steps: int) -> bool:
+        return make_plan(amend(config, {"data.max_len": steps * LENGTH_STEP}), cluster).fits
+
+    low, high = 0, LONGEST // LENGTH_STEP
+    while low < high:
+        middle = math.ceil((low + high) / 2)
+        if fits(middle):
+            low = middle
+        else:
+            high = middle - 1
+    return low * LENGTH_STEP

@@ -1,0 +1,105 @@
+"""Clusters written as text, such as 2x8xH100-80GB, and the devices that they may consist of."""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass
+
+from openrlhf.planning.shapes import PlanError
+from openrlhf.planning.usage import GIB
+
+EXAMPLES = "2x8xH100-80GB (nodes x GPUs x kind), 8xA100-80GB, 4x24GB, cpu or cpu-64GB"
+CLUSTER = re.compile(r"(?:(\d+)x)?(\d+)x(?:([A-Za-z][A-Za-z0-9]*)(?:-|$))?(?:(\d+(?:\.\d+)?)GB)?")
+CPU_MACHINE = re.compile(r"cpu(?:-(\d+(?:\.\d+)?)GB)?")
+
+
+@dataclass(frozen=True)
+class DeviceKind:
+    """A kind of GPU: memory in GB as in its name, and rates from its data sheet."""
+
+    memory: float
+    teraflops: float  # dense bfloat16 tensor cores, 10¹² operations per second
+    memory_bandwidth: float  # GB/s
+    link: float  # GB/s per direction to the other GPUs of the machine (NVLink, else PCIe)
+
+
+# NVIDIA's data sheets. NVLink's bandwidth is half of the advertised sum of both directions.
+KINDS_OF_DEVICES = {
+    "V100": DeviceKind(32, 125, 900, 150),
+    "A100": DeviceKind(80, 312, 2039, 300),
+    "A800": DeviceKind(80, 312, 2039, 200),
+    "H100": DeviceKind(80, 989, 3350, 450),
+    "H800": DeviceKind(80, 989, 3350, 200),
+    "H200": DeviceKind(141, 989, 4800, 450),
+    "H20": DeviceKind(96, 148, 4000, 450),
+    "B200": DeviceKind(180, 2250, 8000, 900),
+    "L40S": DeviceKind(48, 362, 864, 32),
+    "A10": DeviceKind(24, 125, 600, 32),
+    "L4": DeviceKind(24, 121, 300, 32),
+    "RTX3090": DeviceKind(24, 71, 936, 32),
+    "RTX4090": DeviceKind(24, 165, 1008, 32),
+}
+UNNAMED = KINDS_OF_DEVICES["RTX4090"]  # the rates of a device that is given by its memory only
+
+
+@dataclass(frozen=True, kw_only=True)
+class Cluster:
+    """Machines of one kind, each with the same number of devices."""
+
+    nodes: int = 1
+    per_node: int = 1
+    kind: str = ""  # a key of `KINDS_OF_DEVICES`, or empty
+    device_bytes: int  # memory of a device; on a CPU, of the machine
+    on_gpus: bool = True
+
+    @property
+    def devices(self) -> int:
+        """The number of devices of all machines."""
+        return self.nodes * self.per_node
+
+    @property
+    def rates(self) -> DeviceKind:
+        """The rates of a device."""
+        return KINDS_OF_DEVICES.get(self.kind, UNNAMED)
+
+    def __str__(self) -> str:
+        memory = f"{self.device_bytes / GIB:g} GiB"
+        if not self.on_gpus:
+            return f"a CPU machine with {memory}"
+        device = f"{self.kind} {memory}".strip()
+        if self.nodes == 1:
+            return f"{self.per_node} x {device}"
+        return f"{self.nodes} machines of {self.per_node} x {device}"
+
+
+def parse_cluster(text: str, *, free_bytes: int = 0) -> Cluster:
+    """Return the cluster that a text describes.
+
+    GB counts 2³⁰ bytes, as in the names of GPUs. `cpu` without a size has `free_bytes` of memory.
+    Raises PlanError for a text in another form, and for an unknown device without a size.
+    """
+    machine = CPU_MACHINE.fullmatch(text)
+    if machine:
+        size = free_bytes
+        if machine[1]:
+            size = round(float(machine[1]) * GIB)
+        return Cluster(device_bytes=size, on_gpus=False)
+    found = CLUSTER.fullmatch(text)
+    if found is None or not (found[3] or found[4]):
+        raise PlanError(f"--cluster {text} is not a cluster. Write {EXAMPLES}.")
+    nodes, per_node, kind, memory = found.groups()
+    if kind and kind not in KINDS_OF_DEVICES and not memory:
+        raise PlanError(
+            f"--cluster {text}: the memory of {kind} is not known. Add it, for example "
+            f"{per_node}x{kind}-24GB, or use one of {', '.join(KINDS_OF_DEVICES)}."
+        )
+    size = float(memory or KINDS_OF_DEVICES.get(kind or "", UNNAMED).memory)
+    cluster = Cluster(
+        nodes=int(nodes or 1),
+        per_node=int(per_node),
+        kind=kind or "",
+        device_bytes=round(size * GIB),
+    )
+    if cluster.devices == 0 or size == 0:
+        raise PlanError(f"--cluster {text} has no devices or no memory. Write {EXAMPLES}.")
+    return cluster

@@ -1,0 +1,51 @@
+"""Measured numbers of the memory formulas, per device kind."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+MIB = 2**20
+
+
+@dataclass(frozen=True, kw_only=True)
+class Constants:
+    """What the formulas cannot derive: sizes of libraries, and factors on the counted bytes."""
+
+    device: str  # "cpu" or "cuda"
+    measured: bool  # False: estimates that no measurement has confirmed yet
+    process_bytes: int  # a training process before its first model
+    engine_process_bytes: int  # an engine's process before its model
+    role_bytes: int = 0  # a process's first model, in addition to its tensors
+    rounded_bytes: int = 0  # a process with bfloat16 models: oneDNN's compiled kernels
+    fixed_step_bytes: int = 0  # a training pass, in addition to its tensors
+    activation_factor: float = 1.0  # on activations that are saved for the backward pass
+    transient_factor: float = 1.0  # on temporary tensors of one layer
+    logits_factor: float = 1.0  # on one chunk of logits and its temporary tensors
+    allocator_factor: float = 1.0  # on all activations and logits: fragmentation
+    engine_bytes: int = 0  # an engine, in addition to its weights and KV cache
+    cache_factor: float = 1.0  # on an engine's KV cache
+
+
+CPU = Constants(
+    device="cpu",
+    measured=False,
+    process_bytes=450 * MIB,
+    engine_process_bytes=700 * MIB,
+    role_bytes=30 * MIB,
+    fixed_step_bytes=30 * MIB,
+    engine_bytes=200 * MIB,
+)
+# A CUDA context with the kernels of torch and NCCL's buffers.
+CUDA = Constants(
+    device="cuda",
+    measured=False,
+    process_bytes=1536 * MIB,
+    engine_process_bytes=1024 * MIB,
+    allocator_factor=1.1,
+    engine_bytes=1024 * MIB,
+)
+
+
+def constants_for(device: str) -> Constants:
+    """Return the constants of a device kind, "cpu" or "cuda"."""
+    return CUDA if device == "cuda" else CPU

@@ -1,0 +1,433 @@
+"""Bytes of each role at each instant on one rank: what DeepSpeed, PyTorch and vLLM allocate.
+
+Training states follow DeepSpeed's optimizers: torch's own at stage 0, `BF16_Optimizer` at stage 1
+in bfloat16, `DeepSpeedZeroOptimizer` at stages 1 and 2, and `DeepSpeedZeroOptimizer_Stage3`.
+T is the number of trained weights on a rank after tensor parallelism; a rank owns T ÷ ranks.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from functools import cached_property
+
+from openrlhf.planning.activations import PassBytes, pass_bytes
+from openrlhf.planning.constants import MIB, Constants
+from openrlhf.planning.roles import DTYPE_BYTES, EngineRole, ModelRole
+from openrlhf.planning.shapes import Weight
+from openrlhf.planning.usage import Instant, Usage
+
+BUCKET_BYTES = {"cpu": 64 * MIB, "cuda": 256 * MIB}  # `workers.base.BUCKET_BYTES`
+REDUCE_BUCKET = 500_000_000  # DeepSpeed's reduce_bucket_size, in elements
+LIVE_PARAMETERS = 1_000_000_000  # DeepSpeed's stage3_max_reuse_distance, in elements
+SUB_GROUP = 1_000_000_000  # DeepSpeed's sub_group_size, in elements
+PERSISTENT_WIDTH = 10  # ZeRO 3 keeps weights of fewer than 10 · h elements whole
+PREFETCHED_SQUARE = 0.9  # ZeRO 3 prefetches 0.9 · h² elements
+SAMPLED_WEIGHTS = 4_000_000  # `training.masters.MAX_SAMPLED_WEIGHTS`
+# NF4 with double quantization: 4 bits, one byte per 64 weights, one float32 per 64 · 256 weights.
+NF4_BYTES = 0.5 + 1 / 64 + 4 / (64 * 256)
+ROW_SPLIT = ("o_proj", "down_proj")  # tensor parallelism splits these by their inputs
+# Optimizer state per trained weight, by --optim; other optimizers are counted like Adam.
+MOMENT_BYTES = {"adam": 8, "adam_8bit": 2, "muon": 4}
+
+
+@dataclass(frozen=True, kw_only=True)
+class Gradients:
+    """Bytes of gradients on one rank."""
+
+    idle: int = 0  # buffers that exist between optimizer steps
+    kept: int = 0  # between the micro-batches of a step, including `idle`
+    backward: int = 0  # in addition to `kept`, while a backward pass runs
+    step: int = 0  # in addition to `kept`, while the optimizer steps
+    host: int = 0  # in CPU memory, with an offloaded optimizer
+
+
+@dataclass(frozen=True)
+class RoleMemory:
+    """The memory of a role on one rank."""
+
+    role: ModelRole
+    constants: Constants
+
+    @cached_property
+    def trained(self) -> int:
+        """The number of trained weights on this rank, before ZeRO."""
+        role = self.role
+        if not role.trained:
+            return 0
+        if not role.lora_rank:
+            return sum(map(self._local, role.shape.weights))
+        adapters = sum(map(self._adapter, role.shape.weights))
+        if role.shape.scalar:
+            adapters += role.shape.hidden
+        return adapters
+
+    @cached_property
+    def owned(self) -> int:
+        """The number of trained weights whose optimizer state this rank has."""
+        if self.role.zero_stage == 0:
+            return self.trained
+        return -(-self.trained // self.role.ranks)
+
+    @cached_property
+    def whole_bytes(self) -> int:
+        """The bytes of all weights on this rank, before ZeRO 3."""
+        role = self.role
+        total = 0.0
+        for weight in role.shape.weights:
+            width = NF4_BYTES if role.load_in_4bit and weight.is_linear else role.width
+            total += width * self._local(weight)
+        if role.lora_rank:
+            total += role.width * self.trained
+        return round(total)
+
+    @cached_property
+    def weight_bytes(self) -> int:
+        """The bytes of the weights between passes, wherever they are."""
+        role = self.role
+        if not role.sharded:
+            return self.whole_bytes
+        small = PERSISTENT_WIDTH * role.shape.hidden
+        kept = sum(weight.numel for weight in role.shape.weights if weight.numel < small)
+        return self.whole_bytes // role.ranks + role.width * kept
+
+    @property
+    def resting_bytes(self) -> int:
+        """The bytes of the weights that are on the device between passes, without gathered ones."""
+        if self.role.param_offload:
+            return 0
+        return self.weight_bytes
+
+    @cached_property
+    def gathered_bytes(self) -> int:
+        """The bytes of the whole weights that ZeRO 3 gathers.
+
+        DeepSpeed keeps weights that it reuses within 10⁹ elements, also after a pass. A frozen
+        model uses each weight once, so only its largest weight and the prefetched ones exist.
+        """
+        role = self.role
+        if not role.sharded:
+            return 0
+        shape = role.shape
+        gathered = LIVE_PARAMETERS + shape.largest_weight
+        if not role.trained:
+            gathered = round(shape.largest_weight + PREFETCHED_SQUARE * shape.hidden**2)
+        return role.width * min(shape.parameters, gathered)
+
+    def _local(self, weight: Weight) -> int:
+        """Return the number of elements of a weight on this rank after tensor parallelism."""
+        is_split = weight.is_linear and (
+            not self.role.shape.experts or ".self_attn." in weight.name
+        )
+        return weight.numel // self.role.tp if is_split else weight.numel
+
+    def _adapter(self, weight: Weight) -> int:
+        """Return the number of elements of a weight's adapter on this rank."""
+        role = self.role
+        if not weight.is_linear or not self._is_adapted(weight):
+            return 0
+        outputs, inputs = weight.shape
+        if weight.module in ROW_SPLIT:
+            inputs //= role.tp
+        else:
+            outputs //= role.tp
+        magnitudes = weight.shape[0] if role.dora else 0
+        return role.lora_rank * (outputs + inputs) + magnitudes
+
+    def _is_adapted(self, weight: Weight) -> bool:
+        modules = self.role.lora_modules
+        return modules == ("all-linear",) or weight.module in modules
+
+    @cached_property
+    def optimizer_bytes(self) -> int:
+        """The bytes of moments and float32 master weights, wherever they are."""
+        role = self.role
+        if not role.trained:
+            return 0
+        masters = 0 if role.zero_stage == 0 else 4
+        moments = MOMENT_BYTES.get(role.optimizer, 8)
+        return (masters + moments) * self.owned
+
+    @property
+    def _has_bf16_optimizer(self) -> bool:
+        """True if DeepSpeed uses `BF16_Optimizer`."""
+        role = self.role
+        return role.zero_stage == 1 and role.dtype == "bf16" and not role.adam_offload
+
+    @cached_property
+    def gradients(self) -> Gradients:
+        """The bytes of the gradients, by ZeRO stage."""
+        role, owned = self.role, self.owned
+        g = DTYPE_BYTES[role.grad_accum_dtype]
+        if not role.trained:
+            return Gradients()
+        if role.zero_stage == 3:
+            # the reduce bucket of h² elements, and the largest weight's whole gradient
+            reduced = role.width * (role.shape.hidden**2 + self._largest_trained())
+            if role.adam_offload:
+                return Gradients(backward=reduced, host=(g + 4) * owned)
+            step = 4 * min(owned, SUB_GROUP)
+            return Gradients(idle=g * owned, kept=g * owned, backward=reduced, step=step)
+        flattened = role.width * min(self.trained, REDUCE_BUCKET)
+        if role.zero_stage == 0:
+            return Gradients(kept=role.width * self.trained, step=flattened)
+        if self._has_bf16_optimizer:
+            buffer = g * self.trained  # `BF16_Optimizer`: a whole float32 buffer on every rank
+            return Gradients(
+                idle=buffer,
+                kept=buffer + role.width * self.trained,
+                backward=4 * self._largest_trained(),
+                step=2 * flattened if role.ranks > 1 else 0,
+            )
+        return self._zero_gradients(g)
+
+    def _zero_gradients(self, g: int) -> Gradients:
+        """Return the gradients of `DeepSpeedZeroOptimizer`: stages 1 and 2."""
+        role, owned = self.role, self.owned
+        has_copies = g != role.width  # gradients are summed in another dtype than the weights'
+        bucket = role.width * self._bucket_elements()
+        host = 0
+        if role.adam_offload:
+            host = 4 * owned + role.width * owned + role.width * self._largest_trained()
+        if role.zero_stage == 1:
+            whole = role.width * self.trained
+            if has_copies:
+                whole += g * self.trained
+            later = g * owned if role.window > 1 else 0
+            step = 0 if role.adam_offload else 4 * owned
+            extra = bucket if self.constants.device == "cuda" else 0
+            return Gradients(kept=g * owned, backward=whole + later + extra, step=step, host=host)
+        if role.adam_offload:
+            bucket += role.width * self._largest_trained()
+            if not has_copies:
+                return Gradients(backward=bucket, host=host + 4 * owned)
+        if has_copies:
+            return Gradients(kept=g * owned, backward=bucket, host=host)
+        return Gradients(kept=g * owned, backward=bucket + g * owned, step=4 * owned)
+
+    def _bucket_elements(self) -> int:
+        """Return the elements of the reduce bucket that take memory.
+
+        A GPU allocates the whole bucket; a CPU only the pages that are written.
+        """
+        if self.constants.device == "cuda":
+            return REDUCE_BUCKET * (2 if self.role.overlap_comm else 1)
+        return min(self.trained, REDUCE_BUCKET)
+
+    def _largest_trained(self) -> int:
+        if self.role.lora_rank:
+            return max(map(self._adapter, self.role.shape.weights), default=0)
+        return max(map(self._local, self.role.shape.weights))
+
+    @property
+    def on_host(self) -> tuple[int, int]:
+        """The bytes of weights and training state that are kept in CPU memory."""
+        role = self.role
+        weights = self.weight_bytes if role.param_offload else 0
+        state = self.gradients.host
+        if role.adam_offload:
+            state += self.optimizer_bytes
+        if role.ema:
+            # Under ZeRO 3, each rank averages its part; otherwise, rank 0 averages everything. On
+            # GPUs, the ranks' CPU memory is added up, so that each one counts for a part.
+            divides = role.sharded or self.constants.device == "cuda"
+            state += 4 * self.trained // (role.ranks if divides else 1)
+        return weights, state
+
+    def idle(self, *, awake: bool) -> Usage:
+        """Return what is on the device between passes."""
+        role = self.role
+        fixed = self.constants.role_bytes
+        if role.width < 4:
+            fixed += self.constants.rounded_bytes
+        usage = Usage(framework=fixed)
+        usage += Usage(weights=self.resting_bytes)
+        if role.trained:
+            usage += Usage(weights=self.gathered_bytes, optimizer=self._sampled_bytes())
+        if role.sleeps and not awake:
+            return usage
+        if not role.adam_offload:
+            usage += Usage(optimizer=self.optimizer_bytes)
+        return usage + Usage(gradients=self.gradients.idle)
+
+    def passing(self) -> Usage:
+        """Return the weights that exist on the device only during a pass."""
+        role = self.role
+        if role.trained:
+            return Usage()
+        if role.param_offload and not role.sharded:
+            return Usage(weights=self.whole_bytes)
+        return Usage(weights=self.gathered_bytes)
+
+    def load(self) -> Usage:
+        """Return the peak while the model is loaded and the optimizer is created."""
+        role = self.role
+        idle = self.idle(awake=True)
+        if not role.trained:
+            return idle
+        moments = MOMENT_BYTES.get(role.optimizer, 8) * self.owned
+        if not role.adam_offload:
+            idle = replace(idle, optimizer=idle.optimizer - moments)  # created by the first step
+        flat = role.width * self.trained
+        if role.sharded:
+            flat = role.width * self.owned
+        if role.zero_stage == 0:
+            flat = 0
+        if self.constants.device == "cuda" and not self._has_bf16_optimizer:
+            flat = 0  # DeepSpeed copies the weights through CPU memory if the device is full
+        grown = idle
+        if role.zero_stage > 0 and role.width < 4 and not role.adam_offload:
+            # a copy of the rank's weights becomes the master weights
+            grown += Usage(weights=role.width * self.owned)
+        flattened = Usage(weights=self.resting_bytes + flat, framework=idle.framework)
+        return max(grown, flattened, key=lambda usage: usage.total)
+
+    def score(self) -> Usage:
+        """Return the peak of forward passes without gradient."""
+        batch = self.role.scoring
+        if batch is None:
+            return self.idle(awake=False)
+        sizes = pass_bytes(self.role, batch, self.constants)
+        activations = Usage(activations=sizes.scoring)
+        logits = Usage(logits=sizes.forward_logits)
+        largest = max(activations, logits, key=lambda usage: usage.total)
+        return self.idle(awake=False) + self.passing() + largest
+
+    def train(self) -> dict[Instant, Usage]:
+        """Return the peaks of a training pass and of the optimizer step."""
+        batch = self.role.training
+        if batch is None:
+            return {}
+        sizes = pass_bytes(self.role, batch, self.constants)
+        gradients = self.gradients
+        fixed = self.idle(awake=True) + Usage(
+            framework=self.constants.fixed_step_bytes, logits=self.role.teacher_bytes
+        )
+        earlier = gradients.kept - gradients.idle if self.role.window > 1 else 0
+        inner = sizes.training
+        if self.role.gradient_checkpointing:
+            inner = sizes.scoring  # layers run without saving their activations
+        forward = fixed + Usage(gradients=earlier) + _forward(sizes, inner)
+        summed = gradients.kept - gradients.idle + gradients.backward
+        backward = fixed + _backward(sizes, earlier=earlier, summed=summed)
+        step = self.idle(awake=True) + Usage(
+            gradients=gradients.kept - gradients.idle + gradients.step,
+            framework=self.constants.fixed_step_bytes,
+            optimizer=self._sampled_bytes(),
+        )
+        return {Instant.FORWARD: forward, Instant.BACKWARD: backward, Instant.STEP: step}
+
+    def _sampled_bytes(self) -> int:
+        """Return a copy of the sampled weights that measure how many of them a step changes."""
+        if self.role.dtype == "fp32":
+            return 0
+        return self.role.width * min(self.owned, SAMPLED_WEIGHTS)
+
+    def publish(self) -> Usage:
+        """Return the peak while weights are sent to the engines, bucket by bucket."""
+        role = self.role
+        if not role.publishes:
+            return self.idle(awake=False)
+        bucket = min(BUCKET_BYTES[self.constants.device], self.whole_bytes)
+        largest = role.width * role.shape.largest_weight
+        if role.adapter_only:
+            largest = role.width * self._largest_trained()
+            bucket = min(bucket, role.width * self.trained)
+        buffers = max(bucket, largest)
+        if role.sharded or role.tp > 1:
+            buffers *= 2  # the whole weights of the bucket, and their packed copy
+        if role.lora_rank and not role.adapter_only:
+            buffers += largest  # the merged weight
+        freed = replace(self.idle(awake=False), weights=self.resting_bytes)
+        return freed + Usage(publication=buffers)
+
+
+def _forward(sizes: PassBytes, inner: int) -> Usage:
+    """Return the larger of the last layer's peak and the output layer's."""
+    activations = sizes.saved
+    if sizes.forward_logits > inner:
+        return Usage(activations=activations, logits=sizes.forward_logits)
+    return Usage(activations=activations + inner)
+
+
+def _backward(sizes: PassBytes, *, earlier: int, summed: int) -> Usage:
+    """Return the peak of a backward pass.
+
+    It starts with all activations and the logits. Then activations are freed while gradients grow.
+    """
+    start = Usage(activations=sizes.saved, logits=sizes.backward_logits, gradients=earlier)
+    layer = sizes.recomputed + sizes.training
+    middle = Usage(activations=sizes.saved + layer, gradients=earlier)
+    end = Usage(activations=layer, gradients=summed)
+    return max(start, middle, end, key=lambda usage: usage.total)
+
+
+def predict_role(role: ModelRole, constants: Constants) -> dict[Instant, Usage]:
+    """Return the peak of a role's device memory on one rank, by instant.
+
+    On a CPU, what would be offloaded to CPU memory is included. The process itself is not:
+    `Constants.process_bytes` is added once per process.
+    """
+    memory = RoleMemory(role, constants)
+    usage = {instant: memory.idle(awake=False) for instant in Instant}
+    usage[Instant.LOAD] = memory.load()
+    usage[Instant.SCORE] = memory.score()
+    usage[Instant.PUBLISH] = memory.publish()
+    usage |= memory.train()
+    if constants.device != "cpu":
+        return usage
+    for instant, host in predict_host(role, constants).items():
+        usage[instant] += host
+    return usage
+
+
+def predict_host(role: ModelRole, constants: Constants) -> dict[Instant, Usage]:
+    """Return the bytes that a role keeps in CPU memory on one rank, by instant.
+
+    For ranks in GPU memory, this is what the machine must provide in addition.
+    """
+    memory = RoleMemory(role, constants)
+    weights, state = memory.on_host
+    kept = Usage(weights=weights, optimizer=state)
+    usage = dict.fromkeys(Instant, kept)
+    if not role.sleeps:
+        return usage
+    asleep = kept + Usage(optimizer=memory.optimizer_bytes, gradients=memory.gradients.idle)
+    awake = (Instant.LOAD, Instant.FORWARD, Instant.BACKWARD, Instant.STEP)
+    return {instant: kept if instant in awake else asleep for instant in Instant}
+
+
+def cache_bytes_per_token(engine: EngineRole) -> float:
+    """Return the bytes of keys and values per token on one device of an engine."""
+    shape = engine.shape
+    return 2 * shape.layers * shape.keys * DTYPE_BYTES[engine.dtype] / engine.devices
+
+
+def smallest_engine(engine: EngineRole, constants: Constants) -> int:
+    """Return the bytes that an engine needs on a device to serve one sequence of `max_len`."""
+    weights = engine.width * engine.shape.parameters / engine.devices
+    cache = cache_bytes_per_token(engine) * engine.max_len * constants.cache_factor
+    return round(weights + cache + constants.engine_bytes)
+
+
+def predict_engine(
+    engine: EngineRole, constants: Constants, device_bytes: int
+) -> dict[Instant, Usage]:
+    """Return the peak of an engine on one of its devices, by instant.
+
+    vLLM fills its share of a GPU with KV cache. An engine that sleeps is already asleep when the
+    models on its devices are loaded.
+    """
+    weights = round(engine.width * engine.shape.parameters / engine.devices)
+    cache = round(engine.cache_bytes * constants.cache_factor)
+    if engine.memory_share is not None:
+        room = engine.memory_share * device_bytes
+        cache = max(0, round(room) - weights - constants.engine_bytes)
+    fixed = Usage(framework=constants.engine_process_bytes)
+    loaded = fixed + Usage(weights=weights, framework=constants.engine_bytes)
+    awake = loaded + Usage(kv_cache=cache)
+    resting = fixed if engine.sleeps else awake
+    usage = dict.fromkeys(Instant, resting)
+    usage[Instant.GENERATE] = awake
+    receiving = loaded if engine.sleeps else awake
+    usage[Instant.PUBLISH] = receiving + Usage(publication=engine.bucket_bytes)
+    return usage

@@ -1,0 +1,114 @@
+"""A model's config.json and the headers of its safetensors files, local or on the Hub."""
+
+from __future__ import annotations
+
+import json
+import os
+import struct
+from collections.abc import Callable
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+from openrlhf.planning.shapes import (
+    FAMILIES,
+    ModelShape,
+    PlanError,
+    shape_from_config,
+    shape_from_headers,
+    text_config,
+)
+
+INDEX = "model.safetensors.index.json"
+SINGLE = "model.safetensors"
+HUB_TIMEOUT_S = 10.0
+# Reads `length` bytes of a file from `start` on; a length of None reads the whole file.
+Read = Callable[[str, int, int | None], bytes]
+
+
+@cache
+def read_shape(path: str) -> ModelShape:
+    """Return the shape of a model in a local folder or on the Hub, without reading weights.
+
+    Headers are read only for architectures whose weights do not follow from config.json. Raises
+    PlanError for a model that cannot be read.
+    """
+    read = _reader(path)
+    try:
+        config: dict[str, Any] = json.loads(read("config.json", 0, None))
+        if text_config(config).get("model_type") in FAMILIES:
+            return shape_from_config(config, path)
+        return shape_from_headers(_headers(read), config, path)
+    except (OSError, ValueError, KeyError) as error:
+        if isinstance(error, PlanError):
+            raise
+        raise PlanError(
+            f"{path} cannot be read ({error}). Use a local folder with config.json, and with the "
+            "safetensors files for less common architectures; a Hub name needs a network or a "
+            "cached download."
+        ) from error
+
+
+def _reader(path: str) -> Read:
+    """Return the function that reads the files of a folder, a cached download or a Hub model."""
+    folder = _local_folder(path)
+    if folder is None:
+        return _hub_reader(path)
+
+    def read(name: str, start: int, length: int | None) -> bytes:
+        with (folder / name).open("rb") as file:
+            file.seek(start)
+            return file.read(length)
+
+    return read
+
+
+def _local_folder(path: str) -> Path | None:
+    """Return the folder of a local model or of the newest cached download, or None."""
+    if os.path.isdir(path):
+        return Path(path)
+    home = os.environ.get("HF_HOME", os.path.expanduser("~/.cache/huggingface"))
+    hub = Path(os.environ.get("HF_HUB_CACHE", os.path.join(home, "hub")))
+    snapshots = hub / f"models--{path.replace('/', '--')}" / "snapshots"
+    cached = [config.parent for config in snapshots.glob("*/config.json")]
+    return max(cached, key=os.path.getmtime, default=None)
+
+
+def _hub_reader(path: str) -> Read:
+    if os.environ.get("HF_HUB_OFFLINE", "0") not in ("", "0"):
+        raise PlanError(
+            f"{path} is not a local folder and not cached, and the Hub cannot be reached. Use a "
+            "local folder with the model's config.json."
+        )
+    endpoint = os.environ.get("HF_ENDPOINT", "https://huggingface.co")
+
+    from urllib import request as http  # loads TLS, which local models do not need
+
+    def read(name: str, start: int, length: int | None) -> bytes:
+        request = http.Request(f"{endpoint}/{path}/resolve/main/{name}")
+        if length is not None:
+            request.add_header("Range", f"bytes={start}-{start + length - 1}")
+        if token := os.environ.get("HF_TOKEN"):
+            request.add_unredirected_header("Authorization", f"Bearer {token}")
+        with http.urlopen(request, timeout=HUB_TIMEOUT_S) as response:
+            return response.read(length)
+
+    return read
+
+
+def _headers(read: Read) -> dict[str, tuple[int, ...]]:
+    """Return the sizes of all stored weights by name."""
+    names = [SINGLE]
+    try:
+        index = json.loads(read(INDEX, 0, None))
+        names = sorted(set(index["weight_map"].values()))
+    except OSError:
+        pass  # a model in a single file has no index
+    sizes: dict[str, tuple[int, ...]] = {}
+    for name in names:
+        (length,) = struct.unpack("<Q", read(name, 0, 8))
+        header: dict[str, Any] = json.loads(read(name, 8, length))
+        header.pop("__metadata__", None)
+        for weight, stored in header.items():
+            sizes[weight] = tuple(stored["shape"])
+    return sizes

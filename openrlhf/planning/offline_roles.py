@@ -1,0 +1,128 @@
+"""From flags to the models of each process and their largest passes; offline commands."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import replace
+from typing import Any
+
+from openrlhf.config.shared import DeepSpeedConfig, TrainedModelConfig
+from openrlhf.config.supervised import (
+    DPOConfig,
+    KDConfig,
+    KTOConfig,
+    PRMConfig,
+    ReferencedConfig,
+    RMConfig,
+    SupervisedConfig,
+)
+from openrlhf.planning.model_files import read_shape
+from openrlhf.planning.roles import ModelRole, Pass
+from openrlhf.planning.shapes import ModelShape
+
+# The share of a process reward model's tokens that end a step and therefore need logits.
+STEP_SHARE = 1 / 16
+
+
+def frozen_role(
+    name: str, shape: ModelShape, ds: DeepSpeedConfig, ranks: int, on_gpus: bool
+) -> ModelRole:
+    """Return the role of a frozen model that is placed like the trained one."""
+    dtype = ds.param_dtype
+    packed = ds.packing_samples
+    return ModelRole(
+        name=name,
+        shape=shape,
+        dtype=dtype,
+        dp=ds.data_slices(ranks),
+        tp=ds.tensor_parallel_size,
+        sp=ds.ring_attn_size,
+        zero_stage=3 if ds.zero_stage == 3 else 0,
+        load_in_4bit=ds.load_in_4bit,
+        flash=on_gpus and dtype != "fp32" and (packed or "flash" in ds.attn_implementation),
+    )
+
+
+def trained_role(
+    role: ModelRole, config: Any, optimizer: str, model: TrainedModelConfig, ranks: int
+) -> ModelRole:
+    """Return the role as a trained model. `model` sets gradient checkpointing."""
+    ds: DeepSpeedConfig = config.ds
+    lora = ds.lora
+    return replace(
+        role,
+        zero_stage=ds.trained_stage(ranks),
+        trained=True,
+        optimizer=optimizer,
+        grad_accum_dtype=ds.grad_accum_dtype or "fp32",
+        adam_offload=ds.adam_offload,
+        param_offload=ds.param_offload != "none",
+        overlap_comm=ds.overlap_comm,
+        sleeps=ds.sleeps,
+        lora_rank=lora.rank,
+        lora_modules=tuple(lora.target_modules),
+        dora=lora.dora,
+        ema=config.train.enable_ema,
+        gradient_checkpointing=model.gradient_checkpointing_enable,
+        keeps_logits="lm_head" in lora.target_modules and lora.rank > 0,
+    )
+
+
+def ring_part(tokens: int, ranks: int) -> int:
+    """Return a rank's part of a row that is divided over a ring."""
+    return math.ceil(tokens / ranks)
+
+
+def offline_roles(config: SupervisedConfig, ranks: int, on_gpus: bool) -> tuple[ModelRole, ...]:
+    """Return the trained model and the frozen model of an offline command."""
+    ds, train, length = config.ds, config.train, config.data.max_len
+    shape = read_shape(config.model.model_name_or_path)
+    if isinstance(config, RMConfig):
+        shape = shape.as_scalar()
+    rows = 2 if isinstance(config, RMConfig | DPOConfig | KTOConfig) else 1
+    of_rank = max(1, train.batch_size // ds.data_slices(ranks))
+    micro = min(train.micro_batch_size, of_rank)
+    tokens = ring_part(micro * rows * length, ds.ring_attn_size)
+    scored = tokens
+    if isinstance(config, PRMConfig):
+        scored = max(1, round(tokens * STEP_SHARE))
+    scoring = Pass(tokens=tokens, longest=length, scored=scored, packed=ds.packing_samples)
+    training = scoring
+    if isinstance(config, KTOConfig):  # only the first text of each pair is trained on
+        half = tokens // 2
+        training = replace(scoring, tokens=half, scored=half)
+    model = frozen_role("policy", shape, ds, ranks, on_gpus)
+    model = trained_role(model, config, config.optim, config.model, ranks)
+    window = math.ceil(of_rank / micro)
+    if isinstance(config, KDConfig):
+        model = replace(model, teacher_bytes=_teacher_bytes(config, scored, shape.vocabulary))
+    keeps_logits = model.keeps_logits or isinstance(config, KDConfig | PRMConfig)
+    roles = [
+        replace(model, training=training, scoring=scoring, window=window, keeps_logits=keeps_logits)
+    ]
+    frozen = _frozen_model(config)
+    if frozen:
+        name, path, offload = frozen
+        beside = frozen_role(name, read_shape(path), ds, ranks, on_gpus)
+        roles.append(
+            replace(beside, scoring=scoring, param_offload=offload, keeps_logits=name == "teacher")
+        )
+    return tuple(roles)
+
+
+def _teacher_bytes(config: KDConfig, scored: int, vocabulary: int) -> int:
+    """Return the bytes of the teacher's logits, or of its top tokens with their ids."""
+    if config.kd.top_k:
+        return 8 * scored * config.kd.top_k
+    return 4 * scored * vocabulary
+
+
+def _frozen_model(config: SupervisedConfig) -> tuple[str, str, bool] | None:
+    """Return the name, path and offload of the frozen model beside the trained one, if any."""
+    if isinstance(config, KDConfig) and not config.kd.served:
+        return "teacher", config.kd.teacher_model, config.kd.teacher_offload
+    if isinstance(config, ReferencedConfig):
+        if config.needs_reference and not config.reference_is_policy:
+            path = config.ref.model_name_or_path or config.model.model_name_or_path
+            return "reference", path, config.ref.offload
+    return None

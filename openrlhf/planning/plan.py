@@ -1,0 +1,243 @@
+"""A memory plan: what each group of devices holds at each instant, and whether it fits."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+from openrlhf.config.supervised import SupervisedConfig
+from openrlhf.planning.cluster import Cluster
+from openrlhf.planning.constants import Constants, constants_for
+from openrlhf.planning.memory import predict_engine, predict_host, predict_role, smallest_engine
+from openrlhf.planning.offline_roles import offline_roles
+from openrlhf.planning.roles import Hosts
+from openrlhf.planning.usage import Instant, Usage, gib
+
+FILLED = 0.98  # the share of a device that a plan may use: the driver keeps some memory
+# Instants at which all models of a process are in the same state.
+AT_REST = (Instant.IDLE, Instant.GENERATE)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Tenant:
+    """A model in a process, or an engine: its memory by instant."""
+
+    name: str
+    usage: dict[Instant, Usage]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Process:
+    """Processes with the same models, which run one after the other in a process."""
+
+    tenants: tuple[Tenant, ...]
+    count: int  # processes in the same memory
+    framework: int  # bytes of each process before its first model
+
+    def at(self, instant: Instant) -> dict[str, Usage]:
+        """Return the memory of each tenant, with the busiest one active, and of the framework."""
+        active = self._busiest(instant)
+        held: dict[str, Usage] = {"framework": Usage(framework=self.framework) * self.count}
+        for tenant in self.tenants:
+            state = Instant.IDLE
+            if instant in AT_REST or tenant is active:
+                state = instant
+            usage = tenant.usage[state] * self.count
+            held[tenant.name] = held.get(tenant.name, Usage()) + usage
+        return held
+
+    def _busiest(self, instant: Instant) -> Tenant:
+        def growth(tenant: Tenant) -> int:
+            return tenant.usage[instant].total - tenant.usage[Instant.IDLE].total
+
+        return max(self.tenants, key=growth)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Pool:
+    """Memory that several processes share: that of a device, or of a CPU machine."""
+
+    name: str
+    capacity: int  # bytes
+    count: int  # devices of this kind
+    processes: tuple[Process, ...]
+    problems: tuple[str, ...] = ()  # what cannot start, whatever the total is
+    host_bytes: int = 0  # CPU memory per machine, for what is offloaded
+
+    def at(self, instant: Instant) -> dict[str, Usage]:
+        """Return the memory of each model and of the framework, by name."""
+        held: dict[str, Usage] = {}
+        for process in self.processes:
+            for name, usage in process.at(instant).items():
+                held[name] = held.get(name, Usage()) + usage
+        return held
+
+    def total(self, instant: Instant) -> int:
+        """Return the bytes in use."""
+        return sum(usage.total for usage in self.at(instant).values())
+
+    @property
+    def peak(self) -> Instant:
+        """The instant with the highest total."""
+        return max(Instant, key=self.total)
+
+    @property
+    def room(self) -> int:
+        """The bytes that are free at the peak; negative if they do not suffice."""
+        return int(self.capacity * FILLED) - self.total(self.peak)
+
+    @property
+    def fits(self) -> bool:
+        """True if every instant fits."""
+        return self.room >= 0 and not self.problems
+
+    @property
+    def holds_weights(self) -> bool:
+        """True if at least the weights fit."""
+        at_rest = self.at(Instant.IDLE).values()
+        return sum(usage.weights + usage.framework for usage in at_rest) <= self.capacity
+
+    @property
+    def cause(self) -> tuple[str, str, int]:
+        """The model and the kind of memory that take the most at the peak, and their bytes."""
+        largest = ("", "", 0)
+        for name, usage in self.at(self.peak).items():
+            for kind, size in vars(usage).items():
+                if size > largest[2]:
+                    largest = (name, kind, size)
+        return largest
+
+
+@dataclass(frozen=True, kw_only=True)
+class Plan:
+    """The memory of a run on a cluster."""
+
+    cluster: Cluster
+    constants: Constants
+    pools: tuple[Pool, ...]
+    devices: int  # that the run needs
+
+    @property
+    def shortage(self) -> str:
+        """A sentence if the cluster has too few devices, else empty."""
+        if not self.cluster.on_gpus or self.devices <= self.cluster.devices:
+            return ""
+        return f"The run needs {self.devices} devices; the cluster has {self.cluster.devices}."
+
+    @property
+    def fits(self) -> bool:
+        """True if every pool fits and there are enough devices."""
+        return not self.shortage and all(pool.fits for pool in self.pools)
+
+    @property
+    def holds_weights(self) -> bool:
+        """True if at least the weights fit on every device."""
+        return all(pool.holds_weights for pool in self.pools)
+
+    @property
+    def tightest(self) -> Pool:
+        """The pool with the least room."""
+        return min(self.pools, key=lambda pool: pool.room)
+
+
+def make_plan(config: Any, cluster: Cluster) -> Plan:
+    """Return the memory plan of a resolved training command on a cluster.
+
+    Offline commands run one process per device. Raises PlanError for a model whose sizes cannot be
+    read.
+    """
+    device = "cuda" if cluster.on_gpus else "cpu"
+    constants = constants_for(device)
+    groups = hosts_of(config, ranks=cluster.devices, on_gpus=cluster.on_gpus)
+    if cluster.on_gpus:
+        pools = [_device_pool(group, cluster, constants) for group in groups]
+    else:
+        pools = [_machine_pool(groups, cluster, constants)]
+    devices = sum(group.devices for group in groups)
+    return Plan(cluster=cluster, constants=constants, pools=tuple(pools), devices=devices)
+
+
+def hosts_of(config: Any, *, ranks: int, on_gpus: bool) -> list[Hosts]:
+    """Return the groups of a run's processes. `ranks` is the number of an offline command's."""
+    if isinstance(config, SupervisedConfig):
+        return [Hosts(name="all", processes=ranks, roles=offline_roles(config, ranks, on_gpus))]
+    # Offline commands should not spend the 40 ms that the RL flags take to import.
+    from openrlhf.planning.rl_roles import rl_hosts
+
+    return rl_hosts(config, on_gpus=on_gpus)
+
+
+def _tenants(group: Hosts, constants: Constants) -> tuple[Tenant, ...]:
+    tenants: list[Tenant] = []
+    for role in group.roles:
+        tenants.append(Tenant(name=role.name, usage=predict_role(role, constants)))
+    return tuple(tenants)
+
+
+def _engine_process(
+    group: Hosts, constants: Constants, cluster: Cluster, count: int
+) -> Iterator[Process]:
+    """Yield the engine of a group as a process of its own, if there is one."""
+    if group.engine is None:
+        return
+    usage = predict_engine(group.engine, constants, cluster.device_bytes)
+    tenant = Tenant(name="engine", usage=usage)
+    yield Process(tenants=(tenant,), count=count, framework=0)
+
+
+def _device_pool(group: Hosts, cluster: Cluster, constants: Constants) -> Pool:
+    """Return the memory of one of a group's devices."""
+    processes: list[Process] = []
+    names = [role.name for role in group.roles]
+    if group.roles:
+        tenants = _tenants(group, constants)
+        processes.append(Process(tenants=tenants, count=1, framework=constants.process_bytes))
+    processes += _engine_process(group, constants, cluster, 1)
+    problems: list[str] = []
+    engine = group.engine
+    if engine:
+        names.append("engine")
+        share = engine.memory_share or 1.0
+        needed = smallest_engine(engine, constants)
+        if needed > share * cluster.device_bytes:
+            problems.append(
+                f"The engine needs {gib(needed)} per device for its weights and a sequence of "
+                f"{engine.max_len} tokens, more than {share:g} of {gib(cluster.device_bytes)} "
+                "(--vllm.gpu_memory_utilization)."
+            )
+    host = 0
+    for role in group.roles:
+        host += max(usage.total for usage in predict_host(role, constants).values())
+    if engine and engine.sleeps:
+        host += round(engine.width * engine.shape.parameters / engine.devices)
+    return Pool(
+        name=", ".join(dict.fromkeys(names)),
+        capacity=cluster.device_bytes,
+        count=group.devices,
+        processes=tuple(processes),
+        problems=tuple(problems),
+        host_bytes=host * min(group.devices, cluster.per_node),
+    )
+
+
+def _machine_pool(groups: list[Hosts], cluster: Cluster, constants: Constants) -> Pool:
+    """Return the memory of a CPU machine, which runs all processes."""
+    processes: list[Process] = []
+    names: list[str] = []
+    for group in groups:
+        names += [role.name for role in group.roles]
+        if group.roles:
+            tenants = _tenants(group, constants)
+            framework = constants.process_bytes
+            process = Process(tenants=tenants, count=group.processes, framework=framework)
+            processes.append(process)
+        if group.engine:
+            names.append("engine")
+            processes += _engine_process(group, constants, cluster, group.engines)
+    return Pool(
+        name=", ".join(dict.fromkeys(names)),
+        capacity=cluster.device_bytes,
+        count=1,
+        processes=tuple(processes),
+    )

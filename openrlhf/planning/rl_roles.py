@@ -1,0 +1,136 @@
+"""From flags to the models and engines of each group of processes; RL commands."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import replace
+from typing import Any
+
+from openrlhf.config.groups import role_groups
+from openrlhf.config.ppo import PPOConfig
+from openrlhf.config.shared import LoadingConfig
+from openrlhf.planning.memory import BUCKET_BYTES
+from openrlhf.planning.model_files import read_shape
+from openrlhf.planning.offline_roles import STEP_SHARE, frozen_role, ring_part, trained_role
+from openrlhf.planning.roles import EngineRole, Hosts, ModelRole, Pass
+from openrlhf.planning.shapes import ModelShape
+
+CPU_CACHE_BYTES = 2**30  # `rollout.engine_settings.CPU_KV_CACHE_BYTES`
+
+
+def rl_hosts(config: PPOConfig, *, on_gpus: bool) -> list[Hosts]:
+    """Return the groups of processes of an RL run, and its engines."""
+    hosts: list[Hosts] = []
+    for group in role_groups(config):
+        roles: list[ModelRole] = []
+        for role in group.roles:
+            roles += _rl_roles(config, role, group.processes, on_gpus)
+        hosts.append(Hosts(name=group.name, processes=group.processes, roles=tuple(roles)))
+    if config.rollout.replay_dir:
+        return hosts
+    engine, engines = _engine(config, on_gpus), config.vllm.num_engines
+    if config.hybrid and not config.rollout.only:
+        hosts[0] = replace(hosts[0], engine=engine, engines=engines)
+    else:
+        hosts.append(Hosts(name="vllm", processes=0, engine=engine, engines=engines))
+    return hosts
+
+
+def _rl_roles(config: PPOConfig, role: str, ranks: int, on_gpus: bool) -> list[ModelRole]:
+    """Return the models of a role: one, or all reward models."""
+    ds, actor = config.ds, config.actor
+    scoring = _rl_pass(config, config.rollout.micro_batch_size, config.rollout.max_tokens_per_gpu)
+    if role == "actor":
+        policy = frozen_role("policy", read_shape(actor.model_name_or_path), ds, ranks, on_gpus)
+        policy = trained_role(policy, config, actor.optim, actor, ranks)
+        return [
+            replace(
+                policy,
+                scoring=scoring,
+                **_rl_training(config, ranks),
+                entropy=actor.entropy_coef is not None,
+                publishes=not config.rollout.replay_dir,
+                adapter_only=ds.lora.served_rank > 0,
+            )
+        ]
+    if role == "critic":
+        assert config.critic.model_name_or_path
+        shape = read_shape(config.critic.model_name_or_path).as_scalar()
+        critic = frozen_role("critic", shape, ds, ranks, on_gpus)
+        critic = trained_role(critic, config, config.critic.optim, actor, ranks)
+        return [replace(critic, scoring=scoring, ema=False, **_rl_training(config, ranks))]
+    if role == "reward":
+        return _reward_models(config, scoring, ranks, on_gpus)
+    path = config.local_teacher if role == "teacher" else actor.model_name_or_path
+    assert path
+    name = "teacher" if role == "teacher" else "reference"
+    frozen = frozen_role(name, read_shape(path), ds, ranks, on_gpus)
+    return [replace(frozen, scoring=scoring, param_offload=config.ref.offload)]
+
+
+def _reward_models(config: PPOConfig, scoring: Pass, ranks: int, on_gpus: bool) -> list[ModelRole]:
+    models: list[ModelRole] = []
+    for path in config.reward.models:
+        shape = read_shape(path)
+        model = frozen_role("reward", shape, config.ds, ranks, on_gpus)
+        scored = scoring
+        if path in config.reward.scalars:
+            model = replace(model, shape=shape.as_scalar())
+        else:
+            scored = replace(scoring, scored=max(1, round(scoring.tokens * STEP_SHARE)))
+        offload = config.reward.offload
+        models.append(replace(model, scoring=scored, param_offload=offload, load_in_4bit=False))
+    return models
+
+
+def _rl_training(config: PPOConfig, ranks: int) -> dict[str, Any]:
+    """Return the largest training pass of policy and critic, and the micro-batches per step."""
+    train = config.train
+    budget = train.max_tokens_per_gpu if train.dynamic_batch_enable else None
+    of_rank = max(1, train.batch_size // config.ds.data_slices(ranks))
+    micro = min(train.micro_batch_size, of_rank)
+    batch = _rl_pass(config, micro, budget)
+    per_micro = micro
+    if budget:
+        per_micro = max(1, budget * config.ds.ranks_per_slice // config.data.max_len)
+    return {"training": batch, "window": math.ceil(of_rank / per_micro)}
+
+
+def _rl_pass(config: PPOConfig, samples: int, budget: int | None) -> Pass:
+    """Return the largest pass over `samples` samples, or over a budget of tokens per device.
+
+    A sample that is longer than the budget has a pass of its own.
+    """
+    length, ds = config.data.max_len, config.ds
+    tokens = samples * length
+    if budget:
+        tokens = max(budget * ds.ranks_per_slice, length)
+    answer = min(config.rollout.max_new_tokens or length, length)
+    tokens = ring_part(tokens, ds.ring_attn_size)
+    scored = max(1, round(tokens * answer / length))
+    return Pass(tokens=tokens, longest=length, scored=scored, packed=ds.packing_samples)
+
+
+def _engine(config: PPOConfig, on_gpus: bool) -> EngineRole:
+    vllm, ds = config.vllm, config.ds
+    share: float | None = None
+    cache = int(vllm.engine_args.get("kv_cache_memory_bytes", CPU_CACHE_BYTES))
+    if on_gpus:
+        share = float(vllm.engine_args.get("gpu_memory_utilization", vllm.gpu_memory_utilization))
+    shape = read_shape(config.actor.model_name_or_path)
+    device = "cuda" if on_gpus else "cpu"
+    return EngineRole(
+        shape=shape,
+        dtype=vllm.dtype,
+        devices=vllm.devices,
+        memory_share=share,
+        cache_bytes=cache,
+        max_len=config.data.max_len,
+        sleeps=vllm.enable_sleep and on_gpus,
+        quantized=vllm.quantization is not None,
+        bucket_bytes=max(BUCKET_BYTES[device], _largest_bytes(shape, ds)),
+    )
+
+
+def _largest_bytes(shape: ModelShape, ds: LoadingConfig) -> int:
+    return shape.largest_weight * (4 if ds.param_dtype == "fp32" else 2)

@@ -1,0 +1,402 @@
+"""The weights of a model by name and size, derived from its config.json or its files' headers."""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from functools import cached_property
+from typing import Any
+
+from openrlhf.config.flags import UserError
+
+EXPERT = re.compile(r"(.*\.experts)\.(\d+)\.(.*?)(\.weight)?")
+LAYER = re.compile(r"\.(?:layers|h|blocks)\.(\d+)\.")
+EMBEDDINGS = re.compile(r"(.*\.)?(embed_tokens|wte|wpe|embed_in|embed_positions)\.weight")
+HEADS = re.compile(r"(lm_head|embed_out|score)\.weight")
+
+
+class PlanError(UserError, ValueError):
+    """A model or cluster that cannot be planned for."""
+
+
+@dataclass(frozen=True)
+class Weight:
+    """A weight as it is in memory: a layer's experts are one stacked tensor."""
+
+    name: str
+    shape: tuple[int, ...]
+
+    @cached_property
+    def numel(self) -> int:
+        """The number of elements."""
+        return math.prod(self.shape)
+
+    @property
+    def layer(self) -> int | None:
+        """The index of the decoder layer, or None for embeddings, the final norm and the head."""
+        found = LAYER.search(self.name)
+        return int(found[1]) if found else None
+
+    @property
+    def is_expert(self) -> bool:
+        """True for the stacked weights of a layer's experts."""
+        return ".experts." in self.name
+
+    @property
+    def is_linear(self) -> bool:
+        """True for the matrix of a linear layer in the decoder, which adapters and NF4 apply to."""
+        is_router = self.name.endswith((".mlp.gate.weight", ".router.weight"))
+        return len(self.shape) == 2 and self.layer is not None and not is_router
+
+    @property
+    def module(self) -> str:
+        """The last part of the layer's name, for example q_proj."""
+        return self.name.removesuffix(".weight").rpartition(".")[2]
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class ModelShape:
+    """The sizes of a decoder model and all of its weights."""
+
+    name: str
+    model_type: str
+    hidden: int
+    layers: int
+    heads: int
+    kv_heads: int
+    head_dim: int
+    intermediate: int  # of a dense layer, or of one expert
+    vocabulary: int
+    tied: bool  # True if the output layer is the embeddings
+    weights: tuple[Weight, ...]
+    experts: int = 0  # per layer; 0: every layer is dense
+    experts_per_token: int = 0
+    shared_intermediate: int = 0  # of the expert that all tokens use
+    qk_norm: bool = False
+    norms_per_layer: int = 2
+    windows: tuple[int | None, ...] = ()  # sliding window of each layer, in tokens
+    scalar: bool = False  # True if the output layer has one output
+
+    @cached_property
+    def parameters(self) -> int:
+        """The number of parameters; tied weights count once."""
+        return sum(weight.numel for weight in self.weights)
+
+    @cached_property
+    def largest_weight(self) -> int:
+        """The number of elements of the largest weight."""
+        return max(weight.numel for weight in self.weights)
+
+    @cached_property
+    def head_parameters(self) -> int:
+        """The number of parameters of the output layer, even if it is tied."""
+        if self.scalar:
+            return self.hidden
+        return self.hidden * self.vocabulary
+
+    @cached_property
+    def active_parameters(self) -> int:
+        """The number of parameters that one token uses, without the embeddings."""
+        active = 0.0
+        for weight in self.weights:
+            share = 1.0
+            if weight.is_expert:
+                share = self.experts_per_token / self.experts
+            elif EMBEDDINGS.fullmatch(weight.name) and not self.tied:
+                share = 0.0
+            active += weight.numel * share
+        return round(active)
+
+    @property
+    def queries(self) -> int:
+        """The width of all query heads together."""
+        return self.heads * self.head_dim
+
+    @property
+    def keys(self) -> int:
+        """The width of all key heads together, which is also that of the values."""
+        return self.kv_heads * self.head_dim
+
+    def as_scalar(self) -> ModelShape:
+        """Return the model with a scalar head: a reward model or a critic."""
+        if self.scalar:
+            return self
+        body = [weight for weight in self.weights if not HEADS.fullmatch(weight.name)]
+        head = Weight("score.weight", (1, self.hidden))
+        return replace(self, weights=(*body, head), scalar=True, tied=False)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Family:
+    """The weights of an architecture that differ from Llama's."""
+
+    qkv_bias: bool | None = None  # None: as `attention_bias` in config.json says
+    output_bias: bool | None = None
+    qk_norm: str = ""  # "head": a norm over each head; "all": over all heads together
+    norms: tuple[str, ...] = ("input_layernorm", "post_attention_layernorm")
+    fused: tuple[str, ...] = ()  # "qkv", "gate_up": projections in one matrix
+    tied: bool = False  # the default of tie_word_embeddings
+    head_dim: int | None = None  # the default of head_dim; None: hidden size ÷ heads
+    mixture: bool = False
+    expert_width: str = "intermediate_size"
+
+
+GEMMA_NORMS = (
+    "input_layernorm",
+    "post_attention_layernorm",
+    "pre_feedforward_layernorm",
+    "post_feedforward_layernorm",
+)
+GLM_NORMS = (
+    "input_layernorm",
+    "post_attention_layernorm",
+    "post_self_attn_layernorm",
+    "post_mlp_layernorm",
+)
+FAMILIES = {
+    "llama": Family(),
+    "mistral": Family(qkv_bias=False, output_bias=False),
+    "qwen2": Family(qkv_bias=True, output_bias=False),
+    "qwen3": Family(qk_norm="head", head_dim=128),
+    "gemma": Family(tied=True, head_dim=256),
+    "gemma2": Family(norms=GEMMA_NORMS, tied=True, head_dim=256),
+    "gemma3_text": Family(norms=GEMMA_NORMS, qk_norm="head", tied=True, head_dim=256),
+    "granite": Family(),
+    "smollm3": Family(tied=True),
+    "olmo2": Family(
+        qk_norm="all", norms=("post_attention_layernorm", "post_feedforward_layernorm")
+    ),
+    "phi3": Family(qkv_bias=False, output_bias=False, fused=("qkv", "gate_up")),
+    "glm4": Family(output_bias=False, norms=GLM_NORMS, fused=("gate_up",), head_dim=128),
+    "mixtral": Family(qkv_bias=False, output_bias=False, mixture=True),
+    "qwen2_moe": Family(
+        qkv_bias=True,
+        output_bias=False,
+        mixture=True,
+        expert_width="moe_intermediate_size",
+    ),
+    "qwen3_moe": Family(
+        qk_norm="head",
+        mixture=True,
+        expert_width="moe_intermediate_size",
+    ),
+}
+# Architectures whose sliding layers are described by a period instead of `layer_types`.
+ALL_SLIDING = ("mistral", "mixtral")
+WINDOW_PERIODS = {"gemma2": 2, "gemma3_text": 6}
+
+
+def text_config(config: Mapping[str, Any]) -> Mapping[str, Any]:
+    """Return the part of config.json that describes the language model."""
+    nested = config.get("text_config")
+    if not isinstance(nested, Mapping):
+        return config
+    ties = {key: config[key] for key in ("tie_word_embeddings",) if key in config}
+    return {**ties, **nested}
+
+
+def shape_from_config(config: Mapping[str, Any], name: str = "") -> ModelShape:
+    """Return the shape of a model of a known architecture from its config.json.
+
+    Raises PlanError for an unknown architecture and for missing sizes.
+    """
+    text = text_config(config)
+    model_type = str(text.get("model_type", config.get("model_type", "")))
+    family = FAMILIES.get(model_type)
+    if family is None:
+        raise PlanError(
+            f"{name or 'config.json'}: the weights of architecture {model_type!r} are not known. "
+            f"Known: {', '.join(FAMILIES)}. For other architectures, use a folder that also has "
+            "the safetensors files, whose headers list the weights."
+        )
+    sizes = _sizes(text, family, name)
+    is_scalar = any("SequenceClassification" in kind for kind in config.get("architectures") or [])
+    shape = ModelShape(
+        name=name,
+        model_type=model_type,
+        weights=tuple(_weights(text, family, sizes, scalar=is_scalar)),
+        qk_norm=bool(family.qk_norm),
+        norms_per_layer=len(family.norms),
+        windows=_windows(text, model_type, sizes["layers"]),
+        tied=_is_tied(text, family) and not is_scalar,
+        scalar=is_scalar,
+        **sizes,
+    )
+    return shape
+
+
+def shape_from_headers(
+    headers: Mapping[str, Sequence[int]], config: Mapping[str, Any], name: str = ""
+) -> ModelShape:
+    """Return the shape of a model of any architecture from the sizes of its stored weights."""
+    text = text_config(config)
+    stacked: dict[str, tuple[int, ...]] = {}
+    for stored, sizes in headers.items():
+        found = EXPERT.fullmatch(stored)
+        if found is None:
+            stacked[stored] = tuple(sizes)
+            continue
+        together = f"{found[1]}.{found[3]}"
+        count = stacked.get(together, (0,))[0] + 1
+        stacked[together] = (count, *sizes)
+    heads = [weight for weight in stacked if HEADS.fullmatch(weight)]
+    outputs = stacked[heads[0]][0] if heads else 0
+    numbers = _sizes(text, Family(expert_width="moe_intermediate_size"), name)
+    experts = [sizes for weight, sizes in stacked.items() if ".experts." in weight]
+    numbers["experts"] = experts[0][0] if experts else 0
+    layers = numbers["layers"]
+    return ModelShape(
+        name=name,
+        model_type=str(text.get("model_type", "")),
+        weights=tuple(Weight(stored, sizes) for stored, sizes in stacked.items()),
+        qk_norm=any("q_norm" in weight for weight in stacked),
+        windows=_windows(text, str(text.get("model_type", "")), layers),
+        tied=not heads,
+        scalar=outputs == 1,
+        **numbers,
+    )
+
+
+def _sizes(text: Mapping[str, Any], family: Family, name: str) -> dict[str, int]:
+    """Return the numbers of a ModelShape from config.json. Raises PlanError for missing sizes."""
+    try:
+        hidden = int(text["hidden_size"])
+        heads = int(text["num_attention_heads"])
+        layers = int(text["num_hidden_layers"])
+        vocabulary = int(text["vocab_size"])
+    except (KeyError, TypeError, ValueError) as error:
+        raise PlanError(
+            f"{name or 'config.json'} has no usable {error}: a plan needs hidden_size, "
+            "num_attention_heads, num_hidden_layers and vocab_size."
+        ) from error
+    experts = 0
+    if family.mixture:  # files of Transformers 4 and 5 use different keys
+        experts = int(text.get("num_experts") or text.get("num_local_experts") or 0)
+    dense = int(text.get("intermediate_size") or 4 * hidden)
+    width = dense
+    if experts:
+        width = int(text.get(family.expert_width) or dense)
+    return {
+        "hidden": hidden,
+        "layers": layers,
+        "heads": heads,
+        "kv_heads": int(text.get("num_key_value_heads") or heads),
+        "head_dim": int(text.get("head_dim") or family.head_dim or hidden // heads),
+        "intermediate": width,
+        "vocabulary": vocabulary,
+        "experts": experts,
+        "experts_per_token": int(text.get("num_experts_per_tok") or 0),
+        "shared_intermediate": int(text.get("shared_expert_intermediate_size") or 0),
+    }
+
+
+def _has_experts(text: Mapping[str, Any], layer: int) -> bool:
+    """Return whether a layer of a mixture of experts has experts."""
+    if layer in (text.get("mlp_only_layers") or ()):
+        return False
+    return (layer + 1) % int(text.get("decoder_sparse_step") or 1) == 0
+
+
+def _is_tied(text: Mapping[str, Any], family: Family) -> bool:
+    return bool(text.get("tie_word_embeddings", family.tied))
+
+
+def _weights(
+    text: Mapping[str, Any], family: Family, sizes: Mapping[str, int], *, scalar: bool
+) -> list[Weight]:
+    hidden, vocabulary = sizes["hidden"], sizes["vocabulary"]
+    weights = [Weight("model.embed_tokens.weight", (vocabulary, hidden))]
+    for layer in range(sizes["layers"]):
+        prefix = f"model.layers.{layer}."
+        weights += _attention(text, family, sizes, f"{prefix}self_attn.")
+        if sizes["experts"] and _has_experts(text, layer):
+            weights += _mixture(sizes, f"{prefix}mlp.")
+        else:
+            width = int(text.get("intermediate_size") or 4 * hidden)
+            weights += _mlp(text, family, hidden, width, f"{prefix}mlp.")
+        weights += [Weight(f"{prefix}{norm}.weight", (hidden,)) for norm in family.norms]
+    weights.append(Weight("model.norm.weight", (hidden,)))
+    if scalar:
+        weights.append(Weight("score.weight", (1, hidden)))
+    elif not _is_tied(text, family):
+        weights.append(Weight("lm_head.weight", (vocabulary, hidden)))
+    return weights
+
+
+def _attention(
+    text: Mapping[str, Any], family: Family, sizes: Mapping[str, int], prefix: str
+) -> list[Weight]:
+    hidden, head_dim = sizes["hidden"], sizes["head_dim"]
+    queries, keys = sizes["heads"] * head_dim, sizes["kv_heads"] * head_dim
+    by_config = bool(text.get("attention_bias", False))
+    qkv_bias, output_bias = family.qkv_bias, family.output_bias
+    if qkv_bias is None:
+        qkv_bias = by_config
+    if output_bias is None:
+        output_bias = by_config
+    outputs = {"q_proj": queries, "k_proj": keys, "v_proj": keys}
+    if "qkv" in family.fused:
+        outputs = {"qkv_proj": queries + 2 * keys}
+    weights: list[Weight] = []
+    for name, width in outputs.items():
+        weights.append(Weight(f"{prefix}{name}.weight", (width, hidden)))
+        if qkv_bias:
+            weights.append(Weight(f"{prefix}{name}.bias", (width,)))
+    weights.append(Weight(f"{prefix}o_proj.weight", (hidden, queries)))
+    if output_bias:
+        weights.append(Weight(f"{prefix}o_proj.bias", (hidden,)))
+    if family.qk_norm:
+        normed = (queries, keys)
+        if family.qk_norm == "head":
+            normed = (head_dim, head_dim)
+        weights.append(Weight(f"{prefix}q_norm.weight", normed[:1]))
+        weights.append(Weight(f"{prefix}k_norm.weight", normed[1:]))
+    return weights
+
+
+def _mlp(
+    text: Mapping[str, Any], family: Family, hidden: int, width: int, prefix: str
+) -> list[Weight]:
+    has_bias = bool(text.get("mlp_bias", False))
+    outputs = {"gate_proj": width, "up_proj": width}
+    if "gate_up" in family.fused:
+        outputs = {"gate_up_proj": 2 * width}
+    weights: list[Weight] = []
+    for name, size in outputs.items():
+        weights.append(Weight(f"{prefix}{name}.weight", (size, hidden)))
+        if has_bias:
+            weights.append(Weight(f"{prefix}{name}.bias", (size,)))
+    weights.append(Weight(f"{prefix}down_proj.weight", (hidden, width)))
+    if has_bias:
+        weights.append(Weight(f"{prefix}down_proj.bias", (hidden,)))
+    return weights
+
+
+def _mixture(sizes: Mapping[str, int], prefix: str) -> list[Weight]:
+    hidden, experts, width = sizes["hidden"], sizes["experts"], sizes["intermediate"]
+    weights = [
+        Weight(f"{prefix}gate.weight", (experts, hidden)),
+        Weight(f"{prefix}experts.gate_up_proj", (experts, 2 * width, hidden)),
+        Weight(f"{prefix}experts.down_proj", (experts, hidden, width)),
+    ]
+    shared = sizes["shared_intermediate"]
+    if shared:
+        weights += _mlp({}, Family(), hidden, shared, f"{prefix}shared_expert.")
+        weights.append(Weight(f"{prefix}shared_expert_gate.weight", (1, hidden)))
+    return weights
+
+
+def _windows(text: Mapping[str, Any], model_type: str, layers: int) -> tuple[int | None, ...]:
+    """Return each layer's sliding window in tokens, or None for a layer with full attention."""
+    window = text.get("sliding_window")
+    kinds = text.get("layer_types")
+    if not window or text.get("use_sliding_window") is False:
+        return (None,) * layers
+    if kinds:
+        return tuple(window if kind == "sliding_attention" else None for kind in kinds)
+    if model_type in ALL_SLIDING:
+        return (window,) * layers
+    period = int(text.get("sliding_window_pattern") or WINDOW_PERIODS.get(model_type, 1))
+    return tuple(window if (layer + 1) % period else None for layer in range(layers))

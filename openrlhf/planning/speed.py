@@ -1,0 +1,146 @@
+"""Seconds and bytes of a step on paper, from the rates of devices and networks.
+
+Compute: a forward pass takes 2 operations per active parameter and token, and 2·L·q·T for causal
+attention over T tokens (q: width of the queries); a backward pass takes twice as much, and gradient
+checkpointing adds a forward pass (Korthikanti et al. 2022, arXiv:2205.05198; Narayanan et al. 2021,
+arXiv:2104.04473). Communication: ZeRO's volumes (Rajbhandari et al. 2020, arXiv:1910.02054).
+Generation is bound by the memory bandwidth: each token reads the weights and the KV cache once
+(Pope et al. 2022, arXiv:2211.05102).
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+from openrlhf.planning.cluster import Cluster
+from openrlhf.planning.roles import DTYPE_BYTES, EngineRole, ModelRole
+
+# The share of a data sheet's rate that large matrix products reach in training: A100s in published
+# runs reach 45 to 70 % (docs/planning.md), newer devices with the same memory less.
+EFFICIENCY = 0.55
+NEW_EFFICIENCY = 0.45
+NEWER_THAN = 600.0  # TFLOP/s
+MEMORY_EFFICIENCY = 0.6  # of the memory bandwidth, in decoding
+NETWORK = 25.0  # GB/s per device and direction to other machines: one 200 Gbit/s adapter each
+HIDDEN = 0.5  # the share of the computation that communication can overlap with
+HOST_BANDWIDTH = 100.0  # GB/s of a machine's CPU memory, which CPU Adam is bound by
+PCIE = 20.0  # GB/s per device
+ADAM_BYTES = 28  # read and written per weight by CPU Adam: gradient, masters, moments
+MOST_SEQUENCES = 256  # vLLM's default max_num_seqs
+
+
+@dataclass(frozen=True, kw_only=True)
+class TrainingTime:
+    """An optimizer step of one model."""
+
+    compute: float  # seconds
+    communication: float  # seconds, of which a part is hidden
+    optimizer: float  # seconds of an offloaded optimizer
+    sent_bytes: float  # per device
+
+    @property
+    def seconds(self) -> float:
+        """The step, with communication that overlaps with computation."""
+        exposed = max(0.0, self.communication - HIDDEN * self.compute)
+        return self.compute + exposed + self.optimizer
+
+
+def rate(cluster: Cluster) -> float:
+    """Return the operations per second of one device in matrix products."""
+    teraflops = cluster.rates.teraflops
+    efficiency = NEW_EFFICIENCY if teraflops > NEWER_THAN else EFFICIENCY
+    return teraflops * 1e12 * efficiency
+
+
+def forward_operations(role: ModelRole | EngineRole, length: int) -> float:
+    """Return the operations of a forward pass per token of a sequence of `length` tokens."""
+    shape = role.shape
+    attention = 2 * shape.layers * shape.queries * length
+    return 2 * shape.active_parameters + attention
+
+
+def gather_seconds(size: float, cluster: Cluster, ranks: int) -> float:
+    """Return the seconds in which every one of `ranks` devices receives `size` bytes.
+
+    All adapters of a machine receive different parts, which its devices then exchange.
+    """
+    if ranks == 1:
+        return 0.0
+    inside = size / (cluster.rates.link * 1e9)
+    if ranks <= cluster.per_node:
+        return inside
+    return max(inside, size / (cluster.per_node * NETWORK * 1e9))
+
+
+def training_time(role: ModelRole, cluster: Cluster, *, tokens: int, length: int) -> TrainingTime:
+    """Return the time of an optimizer step over `tokens` tokens in sequences of `length`."""
+    ranks = role.dp * role.sp * role.tp
+    passes = 3
+    if role.gradient_checkpointing:
+        passes += 1
+    compute = passes * tokens * forward_operations(role, length) / (ranks * rate(cluster))
+    weights = role.width * role.shape.parameters / role.tp
+    gradients = weights
+    if role.lora_rank:
+        gradients = 0.0  # adapters are small
+    moved = 2 * gradients  # reduced, and gathered as new weights
+    if role.zero_stage == 2:
+        moved = (role.window + 1) * gradients
+    elif role.zero_stage == 3:
+        moved = role.window * (2 * weights + gradients)
+    communication = gather_seconds(moved, cluster, role.ranks)
+    own = tokens / ranks
+    split = role.width * own * role.shape.layers
+    if role.tp > 1:  # two all-reduces per layer, forward and backward
+        exchanged = 8 * split * role.shape.hidden
+        moved += exchanged
+        communication += gather_seconds(exchanged, cluster, role.tp)
+    if role.sp > 1:  # keys and values travel around the ring three times
+        exchanged = 3 * split * 2 * role.shape.keys * (role.sp - 1)
+        moved += exchanged
+        communication += gather_seconds(exchanged, cluster, role.sp)
+    return TrainingTime(
+        compute=compute,
+        communication=communication,
+        optimizer=_offloaded_seconds(role, cluster),
+        sent_bytes=moved,
+    )
+
+
+def _offloaded_seconds(role: ModelRole, cluster: Cluster) -> float:
+    """Return the seconds of CPU Adam and its transfers."""
+    if not role.adam_offload or role.lora_rank:
+        return 0.0
+    owned = role.shape.parameters / role.tp / role.ranks
+    machine = owned * min(cluster.per_node, role.ranks) * ADAM_BYTES / (HOST_BANDWIDTH * 1e9)
+    return machine + owned * (4 + role.width) / (PCIE * 1e9)
+
+
+def scoring_seconds(role: ModelRole, cluster: Cluster, *, tokens: int, length: int) -> float:
+    """Return the seconds of forward passes over `tokens` tokens."""
+    ranks = role.dp * role.sp * role.tp
+    return tokens * forward_operations(role, length) / (ranks * rate(cluster))
+
+
+def generation_seconds(
+    engine: EngineRole, cluster: Cluster, *, engines: int, samples: int, prompt: int, answer: int
+) -> float:
+    """Return the seconds to generate `samples` answers of `answer` tokens to prompts.
+
+    The answers of an engine run in rounds of at most 256 sequences.
+    """
+    shape = engine.shape
+    each = math.ceil(samples / engines)
+    at_once = min(each, MOST_SEQUENCES)
+    rounds = math.ceil(each / at_once)
+    cache = 2 * shape.layers * shape.keys * DTYPE_BYTES[engine.dtype]
+    context = prompt + answer / 2
+    # A large batch of a mixture of experts uses all experts, so all weights are read.
+    read = engine.width * shape.parameters + at_once * context * cache
+    bandwidth = cluster.rates.memory_bandwidth * 1e9 * MEMORY_EFFICIENCY * engine.devices
+    operations = forward_operations(engine, prompt + answer)
+    computed = at_once * operations / (rate(cluster) * engine.devices)
+    decoding = rounds * answer * max(read / bandwidth, computed)
+    prefill = each * prompt * operations / (rate(cluster) * engine.devices)
+    return prefill + decoding

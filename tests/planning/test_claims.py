@@ -1,0 +1,137 @@
+"""Tests of known claims: which training runs fit on which cluster, and which do not."""
+
+from __future__ import annotations
+
+import pytest
+
+from openrlhf.planning import advice
+from openrlhf.planning.cluster import parse_cluster
+from openrlhf.planning.usage import GIB, Instant
+from tests.planning.conftest import Configure, MakePlan
+
+FULL = (
+    "--ds.zero_stage 3 --train.micro_batch_size 1 --ds.packing_samples "
+    "--model.gradient_checkpointing_enable"
+)
+RL = (
+    "ppo --algo.advantage.estimator reinforce --train.colocate_all --vllm.enable_sleep "
+    "--vllm.gpu_memory_utilization 0.6 --actor.gradient_checkpointing_enable "
+    "--ds.packing_samples --ds.zero_stage 3 --ds.adam_offload"
+)
+# PPO with four models of 13B parameters, two devices for each trained model, as the paper places
+# the roles of its largest comparison on one machine.
+PPO_13B = (
+    "ppo --actor.model_name_or_path {llama2-13b} --critic.model_name_or_path {llama2-13b} "
+    "--reward.model_name_or_path {llama2-13b} --algo.advantage.estimator gae "
+    "--ds.zero_stage 2 --ds.adam_offload --ds.packing_samples "
+    "--actor.gradient_checkpointing_enable --actor.num_gpus_per_node 2 "
+    "--critic.num_gpus_per_node 2 --ref.num_gpus_per_node 1 --reward.num_gpus_per_node 1 "
+    "--vllm.num_engines 1 --vllm.tensor_parallel_size 2"
+)
+
+
+@pytest.mark.parametrize(
+    ("line", "cluster"),
+    [
+        (f"sft --model.model_name_or_path {{llama2-7b}} {FULL} --ds.adam_offload", "4x24GB"),
+        (f"sft --model.model_name_or_path {{qwen2.5-7b}} {FULL} --ds.adam_offload", "4x24GB"),
+        (f"sft --model.model_name_or_path {{codellama-34b}} {FULL} --ds.adam_offload",
+         "8xA100-80GB"),
+        (f"{RL} --actor.model_name_or_path {{codellama-34b}} --vllm.num_engines 4 "
+         "--vllm.tensor_parallel_size 2", "8xA100-80GB"),
+        (f"sft --model.model_name_or_path {{llama2-70b}} {FULL} --ds.adam_offload",
+         "2x8xA100-80GB"),
+        (f"{RL} --actor.model_name_or_path {{llama2-70b}} --actor.num_nodes 2 "
+         "--vllm.num_engines 4 --vllm.tensor_parallel_size 4", "2x8xA100-80GB"),
+        (PPO_13B, "8xA100-80GB"),
+        ("sft --model.model_name_or_path {llama2-7b} --ds.lora.rank 16 --ds.load_in_4bit "
+         "--train.micro_batch_size 1 --ds.packing_samples", "1x24GB"),
+    ],
+)  # fmt: skip
+def test_published_setups_fit(plan: MakePlan, line: str, cluster: str) -> None:
+    planned = plan(line, cluster)
+    assert planned.shortage == ""
+    assert planned.fits, planned.tightest.cause
+
+
+@pytest.mark.parametrize(
+    ("line", "cluster"),
+    [
+        (f"sft --model.model_name_or_path {{llama2-7b}} {FULL}", "1x24GB"),
+        (f"sft --model.model_name_or_path {{llama2-70b}} {FULL}", "8x24GB"),
+        (f"sft --model.model_name_or_path {{llama2-70b}} {FULL}", "8xA100-80GB"),
+        (f"{RL} --actor.model_name_or_path {{llama2-70b}}", "8x24GB"),
+        ("sft --model.model_name_or_path {llama2-7b} --ds.zero_stage 0", "8xA100-80GB"),
+    ],
+)
+def test_setups_that_cannot_fit_are_recognized(plan: MakePlan, line: str, cluster: str) -> None:
+    assert not plan(line, cluster).fits
+
+
+def test_run_that_needs_more_devices_than_the_cluster_has_does_not_fit(plan: MakePlan) -> None:
+    planned = plan(PPO_13B, "4xA100-80GB")
+    assert "8 devices" in planned.shortage
+    assert "has 4" in planned.shortage
+    assert not planned.fits
+
+
+def test_adam_state_of_7b_parameters_takes_sixteen_bytes_per_parameter(plan: MakePlan) -> None:
+    """Weights and gradients in bfloat16 and float32, master weights and two moments."""
+    planned = plan(f"sft --model.model_name_or_path {{llama2-7b}} {FULL}", "1x24GB")
+    held = planned.pools[0].at(Instant.IDLE)["policy"]
+    state = held.gradients + held.optimizer
+    assert state / 6.738e9 == pytest.approx(16, rel=0.01)  # 4 + 4 + 8
+
+
+def test_engine_that_cannot_hold_its_weights_is_named(plan: MakePlan) -> None:
+    line = f"{RL} --actor.model_name_or_path {{llama2-70b}} --actor.num_nodes 2"
+    problems = plan(line, "2x8xA100-80GB").pools[0].problems
+    assert "--vllm.gpu_memory_utilization" in problems[0]
+
+
+def test_advice_for_7b_on_four_24_gb_devices_offloads_the_optimizer(configure: Configure) -> None:
+    config = configure("sft --model.model_name_or_path {llama2-7b}", "4x24GB")
+    found = advice.nearest_fit(config, parse_cluster("4x24GB"))
+    assert found
+    assert found.flags["ds.adam_offload"]
+    assert found.plan.fits
+
+
+def test_advised_flags_fit_when_they_are_typed(
+    configure: Configure, plan: MakePlan, models: dict[str, str]
+) -> None:
+    line = f"sft --model.model_name_or_path {models['llama2-70b']}"
+    config = configure(line, "8xA100-80GB")
+    found = advice.nearest_fit(config, parse_cluster("8xA100-80GB"))
+    assert found
+    assert plan(f"{line} {found.typed(config)}", "8xA100-80GB").fits
+
+
+def test_engine_share_is_lowered_if_only_that_is_too_large(configure: Configure) -> None:
+    line = f"{RL} --actor.model_name_or_path {{llama2-7b}} --vllm.gpu_memory_utilization 0.95"
+    hybrid = configure(f"{line} --vllm.num_engines 8", "8xA100-80GB")
+    found = advice.nearest_fit(hybrid, parse_cluster("8xA100-80GB"))
+    assert found
+    assert list(found.flags) == ["vllm.gpu_memory_utilization"]
+
+
+def test_engine_that_fits_on_no_machine_has_no_advice(configure: Configure) -> None:
+    config = configure(f"{RL} --actor.model_name_or_path {{llama3.1-405b}}", "8x24GB")
+    assert advice.nearest_fit(config, parse_cluster("8x24GB")) is None
+
+
+def test_longest_length_fits_and_a_longer_one_does_not(configure: Configure) -> None:
+    line = f"sft --model.model_name_or_path {{llama2-7b}} {FULL} --ds.adam_offload"
+    config = configure(line, "4x24GB")
+    cluster = parse_cluster("4x24GB")
+    longest = advice.longest_length(config, cluster)
+    assert longest > 4096
+    assert longest % advice.LENGTH_STEP == 0
+    for more, fits in ((0, True), (advice.LENGTH_STEP, False)):
+        again = configure(f"{line} --data.max_len {longest + more}", "4x24GB")
+        assert advice.make_plan(again, cluster).fits == fits
+
+
+def test_capacity_of_a_device_is_in_bytes(plan: MakePlan) -> None:
+    planned = plan(f"sft --model.model_name_or_path {{llama2-7b}} {FULL}", "1x24GB")
+    assert planned.pools[0].capacity == 24 * GIB

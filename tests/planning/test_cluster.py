@@ -1,0 +1,50 @@
+"""Tests of clusters written as text."""
+
+from __future__ import annotations
+
+import pytest
+
+from openrlhf.planning.cluster import parse_cluster
+from openrlhf.planning.shapes import PlanError
+from openrlhf.planning.usage import GIB
+
+
+@pytest.mark.parametrize(
+    ("text", "nodes", "per_node", "gib"),
+    [
+        ("2x8xH100-80GB", 2, 8, 80),
+        ("8xA100-80GB", 1, 8, 80),
+        ("8xA100-40GB", 1, 8, 40),
+        ("4x24GB", 1, 4, 24),
+        ("2x4x24GB", 2, 4, 24),
+        ("8xH200", 1, 8, 141),
+        ("128x8xH100", 128, 8, 80),
+    ],
+)
+def test_cluster_of_gpus_has_nodes_devices_and_memory(
+    text: str, nodes: int, per_node: int, gib: int
+) -> None:
+    cluster = parse_cluster(text)
+    assert (cluster.nodes, cluster.per_node) == (nodes, per_node)
+    assert cluster.device_bytes == gib * GIB
+    assert cluster.on_gpus
+
+
+def test_cpu_machine_has_the_given_or_the_free_memory() -> None:
+    assert parse_cluster("cpu-64GB").device_bytes == 64 * GIB
+    assert parse_cluster("cpu", free_bytes=123).device_bytes == 123
+    assert not parse_cluster("cpu").on_gpus
+
+
+@pytest.mark.parametrize(
+    "text", ["", "8", "8x", "x8", "8xFOO", "8xA100-80", "0x24GB", "4x0GB", "gpu", "2x8x2x24GB"]
+)
+def test_other_texts_are_rejected_and_named(text: str) -> None:
+    with pytest.raises(PlanError, match=f"--cluster {text}"):
+        parse_cluster(text)
+
+
+def test_unknown_device_needs_its_memory() -> None:
+    with pytest.raises(PlanError, match="FOO-24GB"):
+        parse_cluster("8xFOO")
+    assert parse_cluster("8xFOO-24GB").device_bytes == 24 * GIB

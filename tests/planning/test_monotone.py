@@ -1,0 +1,146 @@
+"""Properties of predictions: what saves memory never needs more of it."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from itertools import pairwise
+
+import pytest
+
+from openrlhf.planning.constants import CPU, CUDA, Constants
+from openrlhf.planning.memory import predict_host, predict_role
+from openrlhf.planning.roles import ModelRole, Pass
+from openrlhf.planning.shapes import shape_from_config
+from openrlhf.planning.usage import Instant, Usage
+from tests.planning.conftest import MakePlan
+from tests.planning.models import MODELS
+
+SHAPE = shape_from_config(MODELS["llama2-7b"])
+BATCH = Pass(tokens=8192, longest=2048, scored=8192)
+ROLE = ModelRole(
+    name="policy",
+    shape=SHAPE,
+    dp=8,
+    zero_stage=2,
+    trained=True,
+    training=BATCH,
+    scoring=BATCH,
+    window=4,
+    publishes=True,
+)
+STAGES = [0, 1, 2, 3]
+DTYPES = ["bf16", "fp32"]
+
+
+def peaks(role: ModelRole, constants: Constants = CUDA) -> dict[Instant, int]:
+    """Return the total bytes by instant."""
+    usage = predict_role(role, constants)
+    return {instant: usage[instant].total for instant in Instant}
+
+
+def assert_no_more(smaller: dict[Instant, int], larger: dict[Instant, int]) -> None:
+    assert {instant: smaller[instant] <= larger[instant] for instant in Instant} == dict.fromkeys(
+        Instant, True
+    )
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("stage", STAGES)
+@pytest.mark.parametrize("device", [CPU, CUDA])
+def test_more_ranks_never_need_more_memory_per_rank(
+    stage: int, dtype: str, device: Constants
+) -> None:
+    totals: list[dict[Instant, int]] = []
+    for ranks in (2, 4, 8, 64):
+        role = replace(ROLE, zero_stage=stage, dtype=dtype, dp=ranks)
+        totals.append(peaks(role, device))
+    for fewer, more in pairwise(totals):
+        assert_no_more(more, fewer)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("stage", STAGES)
+def test_fewer_tokens_never_need_more_memory(stage: int, dtype: str) -> None:
+    role = replace(ROLE, zero_stage=stage, dtype=dtype)
+    half = Pass(tokens=4096, longest=2048, scored=4096)
+    assert_no_more(peaks(replace(role, training=half, scoring=half)), peaks(role))
+
+
+@pytest.mark.parametrize("stage", STAGES)
+@pytest.mark.parametrize(
+    "saving",
+    [
+        {"gradient_checkpointing": True},
+        {"adam_offload": True},
+        {"lora_rank": 16},
+        {"lora_rank": 16, "load_in_4bit": True},
+        {"flash": True},
+        {"window": 1},
+        {"entropy": False},
+        {"tp": 2},
+        {"sleeps": True},
+    ],
+    ids=str,
+)
+def test_saving_never_needs_more_memory(stage: int, saving: dict[str, object]) -> None:
+    role = replace(ROLE, zero_stage=stage, entropy=True)
+    if stage == 0 and "adam_offload" in saving:
+        return  # a rule refuses this combination
+    sparing: ModelRole = replace(role, **saving)  # pyright: ignore[reportArgumentType]
+    kept = (Instant.FORWARD, Instant.BACKWARD, Instant.STEP, Instant.IDLE, Instant.SCORE)
+    before, after = peaks(role), peaks(sparing)
+    assert [instant for instant in kept if after[instant] > before[instant]] == []
+
+
+def test_offload_moves_the_optimizer_state_to_cpu_memory() -> None:
+    offloaded = replace(ROLE, zero_stage=3, adam_offload=True)
+    device = predict_role(offloaded, CUDA)[Instant.STEP]
+    host = predict_host(offloaded, CUDA)[Instant.STEP]
+    assert device.gradients == 0
+    assert device.optimizer < predict_role(ROLE, CUDA)[Instant.STEP].optimizer / 100
+    # master weights, two moments, and two buffers of gradients
+    assert host.optimizer == pytest.approx(20 * SHAPE.parameters / 8, rel=0.01)
+
+
+def test_sleep_moves_the_training_state_between_updates() -> None:
+    asleep = replace(ROLE, sleeps=True)
+    assert predict_role(asleep, CUDA)[Instant.GENERATE].optimizer < 2**25
+    assert predict_role(asleep, CUDA)[Instant.STEP] == predict_role(ROLE, CUDA)[Instant.STEP]
+    assert predict_host(asleep, CUDA)[Instant.GENERATE].optimizer > 0
+    assert predict_host(asleep, CUDA)[Instant.STEP].optimizer == 0
+
+
+def test_cpu_prediction_includes_what_a_gpu_run_keeps_in_cpu_memory() -> None:
+    offloaded = replace(ROLE, adam_offload=True, ema=True)
+    cpu = predict_role(offloaded, CPU)[Instant.IDLE].optimizer
+    host = predict_host(offloaded, CPU)[Instant.IDLE].optimizer
+    assert cpu >= host > 0
+
+
+def test_zero_stages_shard_what_the_paper_says() -> None:
+    """Stage 1 shards the optimizer state, stage 2 also gradients, stage 3 also weights.
+
+    Rajbhandari et al. 2020, arXiv:1910.02054, figure 1: 16 bytes per parameter with mixed
+    precision, of which 12 are the optimizer state.
+    """
+    parameters = SHAPE.parameters
+    held: dict[int, Usage] = {}
+    for stage in (1, 2, 3):
+        role = replace(ROLE, zero_stage=stage, dp=64)
+        held[stage] = predict_role(role, CUDA)[Instant.STEP]
+        masters_and_moments = held[stage].optimizer - 2 * min(parameters // 64, 4_000_000)
+        assert masters_and_moments == pytest.approx(12 * parameters / 64, rel=0.01)
+    assert held[1].gradients > 4 * parameters
+    assert held[2].gradients == pytest.approx(4 * parameters / 64, rel=0.01)
+    assert held[2].weights == 2 * parameters
+    assert held[3].weights < held[2].weights / 3
+
+
+def test_ring_divides_the_activations(plan: MakePlan) -> None:
+    line = (
+        "sft --model.model_name_or_path {llama2-7b} --ds.zero_stage 3 --ds.packing_samples "
+        "--train.micro_batch_size 1 --data.max_len 32768"
+    )
+    whole = plan(line, "8xA100-80GB").pools[0].at(Instant.FORWARD)["policy"]
+    ring = plan(f"{line} --ds.ring_attn_size 4", "8xA100-80GB").pools[0].at(Instant.FORWARD)
+    assert ring["policy"].activations == pytest.approx(whole.activations / 4, rel=0.02)

@@ -1,0 +1,166 @@
+"""Tests that a model's weights follow exactly from its config.json or its files' headers."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import save_file
+from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification
+from transformers.models.auto.configuration_auto import CONFIG_MAPPING
+
+from openrlhf.planning.model_files import read_shape
+from openrlhf.planning.shapes import PlanError, shape_from_config, shape_from_headers
+from tests.planning.models import MODELS, PUBLISHED
+
+SMALL = {
+    "hidden_size": 64,
+    "intermediate_size": 96,
+    "num_hidden_layers": 4,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "vocab_size": 128,
+    "pad_token_id": 0,
+    "bos_token_id": 1,
+    "eos_token_id": 2,
+}
+MIXTURE = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 48}
+ARCHITECTURES: list[tuple[str, dict[str, Any]]] = [
+    ("llama", {}),
+    ("llama", {"attention_bias": True, "mlp_bias": True, "head_dim": 32}),
+    ("mistral", {}),
+    ("qwen2", {}),
+    ("qwen3", {}),
+    ("gemma", {}),
+    ("gemma2", {}),
+    ("gemma3_text", {"head_dim": 32}),
+    ("granite", {}),
+    ("smollm3", {}),
+    ("olmo2", {}),
+    ("phi3", {}),
+    ("glm4", {"head_dim": 16}),
+    ("mixtral", {"num_local_experts": 4}),
+    ("qwen3_moe", MIXTURE),
+    ("qwen3_moe", MIXTURE | {"decoder_sparse_step": 2, "mlp_only_layers": [3]}),
+    ("qwen2_moe", MIXTURE | {"shared_expert_intermediate_size": 80}),
+]
+
+
+def real_model(model_type: str, extra: dict[str, Any], auto: Any = AutoModelForCausalLM) -> Any:
+    config = CONFIG_MAPPING[model_type](**{**SMALL, **extra})
+    with torch.device("meta"):
+        return auto.from_config(config)
+
+
+def stored_config(model: Any) -> dict[str, Any]:
+    """Return the configuration as `save_pretrained` writes it, without default values."""
+    return json.loads(model.config.to_json_string())
+
+
+@pytest.mark.parametrize("tied", [True, False])
+@pytest.mark.parametrize(("model_type", "extra"), ARCHITECTURES)
+def test_weights_from_config_equal_those_of_the_transformers_model(
+    model_type: str, extra: dict[str, Any], tied: bool
+) -> None:
+    model = real_model(model_type, extra | {"tie_word_embeddings": tied})
+    shape = shape_from_config(stored_config(model))
+    sizes = {weight.name: weight.shape for weight in shape.weights}
+    assert sizes == {name: tuple(p.shape) for name, p in model.named_parameters()}
+    assert shape.tied == tied
+    assert shape.parameters == sum(p.numel() for p in model.parameters())
+
+
+@pytest.mark.parametrize("model_type", ["llama", "qwen3", "mixtral"])
+def test_scalar_model_has_a_head_with_one_output(model_type: str) -> None:
+    extra = {"num_labels": 1, "num_local_experts": 4}
+    if model_type != "mixtral":
+        extra = {"num_labels": 1}
+    model = real_model(model_type, extra, AutoModelForSequenceClassification)
+    causal = real_model(model_type, extra)
+    shape = shape_from_config(stored_config(causal)).as_scalar()
+    assert shape.parameters == sum(p.numel() for p in model.parameters())
+
+
+@pytest.mark.parametrize(
+    ("model_type", "extra"),
+    [("mistral", {"sliding_window": 64}), ("gemma2", {}), ("gemma3_text", {}), ("qwen2", {})],
+)
+def test_windows_equal_those_of_the_transformers_layers(
+    model_type: str, extra: dict[str, Any]
+) -> None:
+    model = real_model(model_type, extra)
+    windows: list[int | None] = []
+    for layer in model.model.layers:
+        windows.append(getattr(layer.self_attn, "sliding_window", None))
+    if model_type == "mistral":  # its layers read the window from the configuration
+        windows = [64] * 4
+    assert list(shape_from_config(stored_config(model)).windows) == windows
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_published_models_have_their_published_number_of_parameters(name: str) -> None:
+    shape = shape_from_config(MODELS[name])
+    assert shape.parameters / 1e9 == pytest.approx(PUBLISHED[name], rel=0.002)
+
+
+def test_active_parameters_of_a_mixture_count_only_the_experts_of_a_token() -> None:
+    model = real_model("qwen3_moe", MIXTURE)
+    shape = shape_from_config(stored_config(model))
+    experts = sum(p.numel() for name, p in model.named_parameters() if ".experts." in name)
+    embeddings = model.model.embed_tokens.weight.numel()
+    assert shape.active_parameters == shape.parameters - embeddings - experts // 2
+
+
+def test_unknown_architecture_is_read_from_the_headers_of_its_files(tmp_path: Path) -> None:
+    model = real_model("starcoder2", {})
+    stored = {name: torch.zeros(p.shape) for name, p in model.named_parameters()}
+    half = len(stored) // 2
+    shards = {"model-1.safetensors": half, "model-2.safetensors": len(stored)}
+    weight_map: dict[str, str] = {}
+    start = 0
+    for shard, end in shards.items():
+        part = dict(list(stored.items())[start:end])
+        save_file(part, tmp_path / shard)
+        weight_map |= dict.fromkeys(part, shard)
+        start = end
+    (tmp_path / "model.safetensors.index.json").write_text(json.dumps({"weight_map": weight_map}))
+    (tmp_path / "config.json").write_text(model.config.to_json_string())
+    shape = read_shape(str(tmp_path))
+    assert shape.parameters == sum(p.numel() for p in model.parameters())
+    assert shape.tied
+
+
+def test_experts_in_files_are_stacked_as_in_memory() -> None:
+    config = {**SMALL, "model_type": "unknown", "num_experts_per_tok": 2}
+    headers = {"model.embed_tokens.weight": (128, 64), "lm_head.weight": (128, 64)}
+    for expert in range(4):
+        headers[f"model.layers.0.mlp.experts.{expert}.up_proj.weight"] = (48, 64)
+    shape = shape_from_headers(headers, config)
+    stacked = [weight.shape for weight in shape.weights if weight.is_expert]
+    assert stacked == [(4, 48, 64)]
+    assert shape.experts == 4
+
+
+def test_unknown_architecture_without_files_is_rejected_with_the_known_ones() -> None:
+    with pytest.raises(PlanError, match="qwen3_moe"):
+        shape_from_config({**SMALL, "model_type": "unheard_of"})
+
+
+def test_missing_hub_model_is_rejected_offline(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("HF_HUB_OFFLINE", "1")
+    with pytest.raises(PlanError, match="local folder"):
+        read_shape("nobody/no-such-model-9f3")
+
+
+def test_cached_download_is_used_without_a_network(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("HF_HUB_OFFLINE", "1")
+    monkeypatch.setenv("HF_HUB_CACHE", str(tmp_path))
+    snapshot = tmp_path / "models--owner--model-a1" / "snapshots" / "abc"
+    snapshot.mkdir(parents=True)
+    (snapshot / "config.json").write_text(json.dumps(MODELS["llama2-7b"]))
+    assert read_shape("owner/model-a1").layers == 32
