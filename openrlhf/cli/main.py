@@ -44,6 +44,7 @@ VERBS = {
         "train_ppo",
         "same as ppo, on one machine: all models share its devices; may be started by deepspeed",
     ),
+    "plan": Verb("plan", "memory of a training command on a cluster, before it starts"),
     "eval": Verb("eval", "evaluation of a checkpoint: pass@k, reward-model accuracy, win rate"),
     "batch_inference": Verb(
         "batch_inference",

@@ -69,13 +69,15 @@ def declared_machines(cluster: str) -> list[int]:
     """Return the number of GPUs of each machine in a declared cluster, or [] if the text is
     invalid.
 
-    Example: 2x8,1x4 declares two machines with 8 GPUs and one with 4, and becomes [8, 8, 4].
+    Example: 2x8,1x4 declares two machines with 8 GPUs and one with 4, and becomes [8, 8, 4]. A kind
+    of GPU may follow, as in 2x8xH100-80GB.
     """
-    if not re.fullmatch(r"[1-9]\d{0,3}x[1-9]\d{0,3}(,[1-9]\d{0,3}x[1-9]\d{0,3})*", cluster):
+    machines_of_a_size = r"[1-9]\d{0,3}x[1-9]\d{0,3}(x[A-Z0-9][A-Za-z0-9.-]*)?"
+    if not re.fullmatch(f"{machines_of_a_size}(,{machines_of_a_size})*", cluster):
         return []
     machines: list[int] = []
     for part in cluster.split(","):
-        count, gpus = part.split("x")
+        count, gpus, *_ = part.split("x")
         machines += [int(gpus)] * int(count)
     return machines
 
@@ -107,6 +109,14 @@ def installed_gpus() -> int:
         return len(list(PROC.iterdir()))
     listed = subprocess.getoutput("timeout 20 nvidia-smi -L")
     return sum(line.startswith("GPU ") for line in listed.splitlines())
+
+
+@cache
+def gpu_memory() -> int | None:
+    """Return the memory in bytes of the machine's smallest GPU, or None if it is unknown."""
+    command = "timeout 20 nvidia-smi --query-gpu=memory.total --format=csv,noheader,nounits"
+    sizes = [int(line) for line in subprocess.getoutput(command).split() if line.isdecimal()]
+    return min(sizes, default=0) * 2**20 or None
 
 
 def installed(name: str) -> Distribution | None:

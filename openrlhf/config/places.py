@@ -44,6 +44,7 @@ OWNED = {
         "metrics.jsonl",
         "samples.jsonl",
         "texts.txt",
+        "plan.txt",
         "report.html",
         "logs",
         "wandb_id",

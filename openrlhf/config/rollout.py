@@ -302,7 +302,8 @@ class PlacementConfig(Section):
 
     cluster: str | None = option(
         None,
-        "Plan for this cluster instead of the current one; requires dry_run.",
+        "Plan for this cluster instead of the current one; requires dry_run. With the kind of GPU, "
+        "as in 2x8xH100-80GB, also plan its memory.",
         metavar="NODESxGPUS",
         saved=False,
     )

@@ -30,6 +30,7 @@ from openrlhf.data.templates import fill_template
 from openrlhf.data.tokenizer import get_tokenizer, require_vocabulary
 from openrlhf.data.trained_format import kept_format, prompts_in, with_trained_format
 from openrlhf.launch.identity import offline_identity
+from openrlhf.launch.planning import memory_findings, plan_lines, plan_of_run
 from openrlhf.launch.precompute import with_reference
 from openrlhf.launch.run_length import check_steps
 from openrlhf.locks import check_unlocked
@@ -37,6 +38,8 @@ from openrlhf.models.loading import ModelError, configuration, end_tokens
 from openrlhf.models.proof import UNPROVEN, prove_layout
 from openrlhf.models.stored_files import check_can_be_exported
 from openrlhf.observability.recorder import Recorder
+from openrlhf.planning import table
+from openrlhf.planning.plan import Plan as MemoryPlan
 from openrlhf.reporting import is_first, say
 from openrlhf.termination import in_order
 from openrlhf.trainers.supervised import SupervisedTrainer, layout_of
@@ -55,12 +58,13 @@ MORE_STEPS = "For more steps lower --train.batch_size, raise --train.max_epochs 
 
 @dataclass(frozen=True, kw_only=True)
 class Plan:
-    """The rows of a run and the number of its optimizer steps."""
+    """The rows of a run, the number of its optimizer steps and its memory."""
 
     train_rows: Rows
     eval_rows: Any  # evaluation rows, or None
     total_steps: int
     summary: str
+    memory: MemoryPlan | None  # None if the model or the devices are not known
 
 
 @in_order()
@@ -81,7 +85,7 @@ def run_offline(task: OfflineTask[Config, Row, Micro]) -> None:
     plan = make_plan(task, tokenizer, FirstStart.here())
     if is_first():
         shown = first_texts(task, plan.train_rows, tokenizer)
-        say(plan.summary, show_template(tokenizer), *shown, UNPROVEN)
+        say(plan.summary, *plan_lines(plan.memory), show_template(tokenizer), *shown, UNPROVEN)
 
 
 def check_continuation(config: SupervisedConfig, checkpoints: CheckpointManager) -> None:
@@ -175,6 +179,9 @@ def recording(
         recorder.display.note(f"{plan.summary} Processes: {strategy.layout.world_size}.")
         texts = first_texts(task, plan.train_rows, tokenizer)
         recorder.folder.write_texts([show_template(tokenizer), *texts])
+        if plan.memory:
+            recorder.display.note(table.summary(plan.memory))
+            recorder.folder.write_plan(table.lines(plan.memory))
         yield recorder
 
 
@@ -199,7 +206,8 @@ def make_plan(
         )
     steps_per_epoch = len(rows) // size  # an incomplete last batch is dropped
     steps = steps_per_epoch * config.train.max_epochs
-    report(*check_steps(steps, config, fix=MORE_STEPS))
+    memory = plan_of_run(config)
+    report(*check_steps(steps, config, fix=MORE_STEPS), *memory_findings(config, memory))
     summary = (
         f"{rows.summary} {steps} optimizer step(s) of {size} rows; {len(rows) % size} row(s) "
         "unused per epoch."
@@ -208,7 +216,9 @@ def make_plan(
         eval_rows = task.measured_rows(rows)
         if eval_rows:
             summary += f"  --eval.dataset is not set: evaluating {len(eval_rows)} training row(s)."
-    return Plan(train_rows=rows, eval_rows=eval_rows, total_steps=steps, summary=summary)
+    return Plan(
+        train_rows=rows, eval_rows=eval_rows, total_steps=steps, summary=summary, memory=memory
+    )
 
 
 def exportable_tokenizer(task: OfflineTask[Config, Row, Micro]) -> PreTrainedTokenizerBase:

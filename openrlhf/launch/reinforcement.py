@@ -20,6 +20,7 @@ from openrlhf.launch import settings
 from openrlhf.launch.agents import check_agents
 from openrlhf.launch.identity import rl_identity
 from openrlhf.launch.pass_sizes import check_pass_sizes
+from openrlhf.launch.planning import memory_findings, plan_lines, plan_of_run
 from openrlhf.launch.processes import Processes
 from openrlhf.launch.prompt_data import PromptData, load_prompts
 from openrlhf.launch.replay import replay_folder, start_of_episodes
@@ -29,6 +30,7 @@ from openrlhf.locks import check_unlocked
 from openrlhf.models.proof import UNPROVEN
 from openrlhf.models.stored_files import check_can_be_exported
 from openrlhf.models.weights import require_finite_files
+from openrlhf.planning.plan import Plan
 from openrlhf.reporting import say
 from openrlhf.rewards.preview import check_reward, check_reward_file
 from openrlhf.rewards.remote_engines import offer_engines
@@ -67,7 +69,9 @@ def prepare(config: PPOConfig, processes: Processes) -> Run | None:
         partial(load_prompts, config, started=begun.moment, follows=begun.trained_format),
         partial(check_reward_file, config.reward),
     )
-    report(*check_parts(config, data, on_gpus=processes.plan.on_gpus))
+    memory = plan_of_run(config, config.placement.cluster)
+    found = check_parts(config, data, on_gpus=processes.plan.on_gpus)
+    report(*found, *memory_findings(config, memory))
     start = RunState(
         step=0,
         run_dir=os.path.abspath(config.run.dir),
@@ -88,13 +92,13 @@ def prepare(config: PPOConfig, processes: Processes) -> Run | None:
     replay = replay_folder(config, data, done=done)
     if config.dry_run:
         check_unlocked(Path(start.run_dir), f"--run.dir {start.run_dir}")
-        show_plan(config, data, processes.plan)
+        show_plan(config, data, processes.plan, memory)
         return None
     if config.rollout.only:
         # No worker loads the policy, and vLLM does not check its weights.
         require_finite_files(config.actor.model_name_or_path)
     processes.start()
-    return Run(config, data, start, kind, processes, checkpoints, checkpoint, replay)
+    return Run(config, data, start, kind, processes, checkpoints, checkpoint, replay, memory)
 
 
 def check_engines(config: PPOConfig, kind: Device) -> None:
@@ -158,9 +162,10 @@ def check_exports(config: PPOConfig, data: PromptData) -> list[Finding]:
     return found
 
 
-def show_plan(config: PPOConfig, data: PromptData, plan: Placement) -> None:
-    """Print the host groups, the number of steps and the first prompts for --dry_run."""
-    say(plan.describe(plan.check(expected_machines(plan.on_gpus, config.placement.cluster))))
+def show_plan(config: PPOConfig, data: PromptData, plan: Placement, memory: Plan | None) -> None:
+    """Print host groups, memory, the number of steps and the first prompts for --dry_run."""
+    places = plan.check(expected_machines(plan.on_gpus, config.placement.cluster))
+    say(plan.describe(places), *plan_lines(memory))
     sizes = config.step_sizes(len(data.train))
     most = "at most " if config.algo.dynamic_filtering_enable else ""
     say(f"{len(data.train)} prompts, {most}{len(sizes)} step(s) of {max(sizes)} prompts")

@@ -19,6 +19,8 @@ from openrlhf.launch.identity import episode_identity
 from openrlhf.launch.processes import Processes, connect_hosts
 from openrlhf.launch.prompt_data import PromptData
 from openrlhf.observability.recorder import Recorder
+from openrlhf.planning import table
+from openrlhf.planning.plan import Plan
 from openrlhf.rewards.protocol import Reward
 from openrlhf.rewards.rule import reward_of
 from openrlhf.rollout.background import BackgroundLoop
@@ -59,10 +61,14 @@ class Run:
     checkpoints: CheckpointManager
     checkpoint: Checkpoint | None
     replay: EpisodeFolder | None
+    memory: Plan | None
 
     def __post_init__(self) -> None:
         resume_step = self.checkpoint.state.step if self.checkpoint else None
         self.recorder = Recorder(self.config, self.start.run_dir, resume_step=resume_step)
+        if self.memory:
+            self.recorder.display.note(table.summary(self.memory))
+            self.recorder.folder.write_plan(table.lines(self.memory))
         self.log_dir = str(self.recorder.folder.logs.absolute())
         self.loop = BackgroundLoop()
         self.fleet = self.processes.fleet

@@ -6,6 +6,7 @@
     metrics.jsonl   one object per log call: {"step": 12, "time": 1700000000.0, "train/kl": …}
     samples.jsonl   one object per logged episode, with the keys of `sample_row`
     texts.txt       the first training rows as the model sees them (offline tasks)
+    plan.txt        the predicted memory of each model at each instant of a step
     report.html     written by `report.py`
     logs/           one file per process
     wandb_id        the id of the W&B run, which a resumed run continues
@@ -36,6 +37,7 @@ RESOLVED = "config_resolved.yaml"
 METRICS = "metrics.jsonl"
 SAMPLES = "samples.jsonl"
 TEXTS = "texts.txt"
+PLAN = "plan.txt"
 REPORT = "report.html"
 LOGS = "logs"
 WANDB_ID = "wandb_id"
@@ -79,6 +81,10 @@ class RunFolder:
     def write_texts(self, texts: Iterable[str]) -> None:
         """Write texts.txt."""
         self._write(TEXTS, "\n".join(texts) + "\n")
+
+    def write_plan(self, lines: Iterable[str]) -> None:
+        """Write plan.txt."""
+        self._write(PLAN, "\n".join(lines) + "\n")
 
     def _write(self, name: str, content: str) -> None:
         """Write a file atomically; report a failure and continue."""

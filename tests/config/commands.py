@@ -12,6 +12,7 @@ from openrlhf.config.inference import BatchInferenceConfig, ChatConfig
 from openrlhf.config.local_ppo import LocalPPOConfig
 from openrlhf.config.options import ConfigError, Reader, parse_config
 from openrlhf.config.pipeline import PipelineConfig
+from openrlhf.config.planning import PlanConfig
 from openrlhf.config.ppo import PPOConfig
 from openrlhf.config.reward_test import RewardTestConfig
 from openrlhf.config.serving import ServeConfig
@@ -44,6 +45,7 @@ COMMANDS: dict[str, type[Any]] = ROOTS | {
     "lora_combiner": CombinerConfig,
     "pipeline": PipelineConfig,
     "doctor": DoctorConfig,
+    "plan": PlanConfig,
 }
 WITH_OLD: dict[str, type[Any]] = ROOTS | {
     "train_ppo": LocalPPOConfig

@@ -50,6 +50,7 @@ LINES = SMALLEST | {
     "lora_combiner": "--model_path m --lora_path a --output_path o",
     "pipeline": "--file p.yaml",
     "doctor": "",
+    "plan": "--command sft",
 }
 EVERY_FLAG = [(command, path) for command, root in COMMANDS.items() for path in flags_of(root)]
 
@@ -110,6 +111,7 @@ READERS = {
     "interactive_chat": "evaluation.chat launch.prompt_data launch.settings models.loading",
     "pipeline": "launch.pipeline",
     "doctor": "doctor.examination",
+    "plan": "launch.plan_command",
 }
 # Other variable names for a section in the modules above.
 ALSO_CALLED = {

@@ -1,0 +1,48 @@
+"""Memory and speed of a training command: `openrlhf plan COMMAND --cluster CLUSTER [flags]`.
+
+Reads only the model's config.json and, if necessary, the headers of its weights.
+"""
+
+from collections.abc import Sequence
+
+from openrlhf.cli.common import single_process_command, words_of
+from openrlhf.config.flags import flags_of
+from openrlhf.config.planning import PlanConfig
+
+HELP = ("-h", "--help", "--help_json")
+
+
+def main(argv: Sequence[str] | None = None) -> None:
+    """Read the flags in `argv`, or in the arguments of this process, and print the plan."""
+    own, planned = split(words_of(argv))
+    with single_process_command(PlanConfig, own, command="plan") as config:
+        from openrlhf.launch.plan_command import print_plan
+
+        print_plan(config, planned)
+
+
+def split(words: Sequence[str]) -> tuple[list[str], list[str]]:
+    """Split the words into those of this command and those of the planned command."""
+    flags = {flag.name: flag for flag in flags_of(PlanConfig).values()}
+    own: list[str] = []
+    planned: list[str] = []
+    rest = list(words)
+    if rest and not rest[0].startswith("-"):
+        own = ["--command", rest.pop(0)]
+    while rest:
+        word = rest.pop(0)
+        flag = flags.get(word.partition("=")[0])
+        if word in HELP:
+            own.append(word)
+        elif flag is None or flag.path == "plugin":
+            planned.append(word)
+        else:
+            own.append(word)
+            if flag.shape != "switch" and "=" not in word:
+                own += rest[:1]
+                del rest[:1]
+    return own, planned
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,31 @@
+"""Configuration of `plan`."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from openrlhf.config.commands import Command
+from openrlhf.config.flags import Unused, option, required
+
+PLANNED = ("sft", "rm", "dpo", "kto", "prm", "kd", "ppo", "train_ppo")
+
+
+class PlanConfig(Command):
+    """Predict the memory of a training command, and whether it fits on a cluster."""
+
+    command: str = required(
+        "Training command to plan; may also be given as the first argument. Its own flags follow.",
+        choices=PLANNED,
+    )
+    cluster: str | None = option(
+        None,
+        "Cluster to plan for, such as 2x8xH100-80GB (nodes x GPUs x kind), 4x24GB or cpu-64GB; "
+        "unset: this machine.",
+    )
+    longest: bool = option(False, "Find the largest --data.max_len that fits.")
+    speed: bool = option(False, "Estimate the seconds and the communication of a step.")
+    json: bool = option(False, "Print JSON.")
+
+    def unused(self) -> Iterator[Unused]:
+        """Yield the flags that have no effect with these values."""
+        yield Unused(["plugin"], "with this command")

@@ -1,0 +1,88 @@
+"""`openrlhf plan`: the memory plan of a training command for any cluster.
+
+This module imports no heavy library.
+"""
+
+import json
+import os
+from collections.abc import Sequence
+from typing import Any
+
+from openrlhf.config import machine
+from openrlhf.config.flags import ConfigError, amend, flags_of, mentions
+from openrlhf.config.local_ppo import LocalPPOConfig
+from openrlhf.config.options import Reader
+from openrlhf.config.planning import PlanConfig
+from openrlhf.config.stages import STAGE_COMMANDS, StageCommand
+from openrlhf.launch.planning import advised, this_machine
+from openrlhf.planning import advice, table
+from openrlhf.planning.cluster import Cluster, parse_cluster
+from openrlhf.planning.plan import make_plan
+from openrlhf.planning.step_time import step_lines
+from openrlhf.reporting import notice, say
+
+LOCAL_PPO = {"train_ppo": StageCommand("train_ppo", LocalPPOConfig)}
+
+
+def print_plan(config: PlanConfig, words: Sequence[str]) -> None:
+    """Print the plan of a training command with these flags."""
+    cluster = this_machine()
+    if config.cluster:
+        cluster = parse_cluster(config.cluster, free_bytes=machine.free_memory())
+    planned = planned_config(config.command, words, cluster)
+    plan = make_plan(planned, cluster)
+    found = table.as_json(plan)
+    lines = table.lines(plan)
+    if not plan.fits:
+        nearest = advice.nearest_fit(planned, cluster)
+        lines += ["", *advised(planned, nearest)]
+        found["nearest"] = nearest and dict(nearest.flags)
+    if config.speed:
+        estimate = step_lines(planned, cluster)
+        lines += ["", *estimate]
+        found["speed"] = estimate
+    if config.longest:
+        longest = advice.longest_length(planned, cluster)
+        lines += ["", _longest(longest)]
+        found["longest"] = longest
+    if config.json:
+        lines = [json.dumps(found, indent=2)]
+    say(*lines)
+
+
+def planned_config(command: str, words: Sequence[str], cluster: Cluster) -> Any:
+    """Return the resolved configuration of a training command on a cluster.
+
+    Mistakes in flags that the user set raise ConfigError. Data, rewards and other requirements that
+    do not affect memory may be missing; a notice lists them.
+    """
+    machine.cluster_gpus = 0
+    if cluster.on_gpus:
+        machine.cluster_gpus = cluster.devices
+    os.environ["WORLD_SIZE"] = str(cluster.devices)  # read by the rules of offline commands
+    stage = (STAGE_COMMANDS | LOCAL_PPO)[command]
+    root: Any = stage.flags
+    reader = Reader(root, stage.command).read(words)
+    given = reader.given
+    config, _ = amend(root(), {**given, "given": given}).resolve(command=stage.command)
+    named = set(given)
+    for flag in flags_of(root).values():
+        if flag.required and flag.holds == "model":
+            named.add(flag.path)
+    mistakes: list[str] = []
+    missing: list[str] = []
+    for sentence in config.check():
+        if mentions(sentence, named):
+            mistakes.append(sentence)
+        else:
+            missing.append(sentence)
+    if reader.problems or mistakes:
+        raise ConfigError([*reader.problems, *mistakes])
+    notice(*(f"To start, the command also needs: {sentence}" for sentence in missing))
+    return config
+
+
+def _longest(longest: int) -> str:
+    if longest == 0:
+        return "No --data.max_len fits with these flags."
+    return f"The largest --data.max_len that fits with these flags is {longest}."

@@ -1,0 +1,143 @@
+"""Tests of `openrlhf plan`, and of the memory plan that a dry run and a start show."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from openrlhf.checks import CheckError, report
+from openrlhf.cli import plan as plan_program
+from openrlhf.config import machine
+from openrlhf.config.flags import amend
+from openrlhf.launch.planning import memory_findings, plan_lines, plan_of_run, this_machine
+from openrlhf.planning.cluster import Cluster
+from openrlhf.planning.plan import make_plan
+from openrlhf.planning.usage import Instant
+from tests.config.commands import sft
+from tests.planning.models import write_models
+from tests.tiny import tiny_config
+
+MIB = 2**20
+
+
+@pytest.fixture(autouse=True)
+def undo_globals(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Restore the number of GPUs and processes that a plan sets."""
+    monkeypatch.setattr(machine, "cluster_gpus", None)
+    monkeypatch.setenv("WORLD_SIZE", "1")
+
+
+@pytest.fixture
+def paths(tmp_path: Path) -> dict[str, str]:
+    return write_models(tmp_path)
+
+
+def machine_with(mebibytes: int) -> Cluster:
+    return Cluster(device_bytes=mebibytes * MIB, on_gpus=False)
+
+
+def test_words_are_split_into_own_and_planned_ones() -> None:
+    line = "sft --ds.zero_stage 3 --cluster 4x24GB --json --train.batch_size=8 --longest"
+    own, planned = plan_program.split(line.split())
+    assert own == ["--command", "sft", "--cluster", "4x24GB", "--json", "--longest"]
+    assert planned == ["--ds.zero_stage", "3", "--train.batch_size=8"]
+
+
+def test_plan_prints_a_table_a_verdict_and_flags_that_fit(
+    paths: dict[str, str], capsys: pytest.CaptureFixture[str]
+) -> None:
+    line = f"sft --model.model_name_or_path {paths['llama2-7b']} --cluster 4x24GB --longest"
+    plan_program.main(line.split())
+    printed = capsys.readouterr()
+    for word in ("policy", "weights", "does not fit", "--ds.adam_offload", "--data.max_len"):
+        assert word in printed.out
+    assert "--data.dataset is required" in printed.err
+
+
+def test_plan_as_json_has_bytes_by_instant_model_and_kind(
+    paths: dict[str, str], capsys: pytest.CaptureFixture[str]
+) -> None:
+    line = f"sft --model.model_name_or_path {paths['llama2-7b']} --cluster 8xH100 --json"
+    plan_program.main(line.split())
+    found = json.loads(capsys.readouterr().out)
+    step = found["pools"][0]["instants"]["step"]
+    assert step["total"] == sum(sum(kinds.values()) for kinds in step["models"].values())
+    assert found["measured"] is False
+    assert found["fits"] == (found["nearest"] is None) if "nearest" in found else found["fits"]
+
+
+def test_speed_of_an_rl_step_has_its_phases(
+    paths: dict[str, str], capsys: pytest.CaptureFixture[str]
+) -> None:
+    line = (
+        f"ppo --actor.model_name_or_path {paths['llama2-7b']} --algo.advantage.estimator "
+        "reinforce --train.colocate_all --cluster 8xH100-80GB --speed --ds.zero_stage 3"
+    )
+    plan_program.main(line.split())
+    printed = capsys.readouterr().out
+    for word in ("generate", "score", "train policy", "communication"):
+        assert word in printed
+
+
+@pytest.mark.parametrize(
+    ("line", "named"),
+    [
+        ("sft --cluster 4x24GB", "--model.model_name_or_path"),
+        ("sft --model.model_name_or_path {path} --cluster 4xFOO", "4xFOO"),
+        ("sft --model.model_name_or_path {path} --cluster 4x24GB --ds.zero_stage 7", "--ds.zero"),
+        ("sft --model.model_name_or_path {path} --cluster 3x24GB --train.batch_size 8", "3"),
+        ("sft --model.model_name_or_path ./no-such-folder --cluster 4x24GB", "no-such-folder"),
+        ("--cluster 4x24GB", "--command"),
+        ("reward_test --cluster 4x24GB", "--command"),
+    ],
+)
+def test_mistakes_exit_with_status_2_and_are_named(
+    line: str, named: str, paths: dict[str, str], capsys: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(SystemExit) as exit_:
+        plan_program.main(line.format(path=paths["llama2-7b"]).split())
+    assert exit_.value.code == 2
+    assert named in capsys.readouterr().err
+
+
+def test_run_of_a_small_model_has_a_plan_for_this_machine(tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text(tiny_config("qwen2-tied").to_json_string())
+    config = amend(sft(), {"model.model_name_or_path": str(tmp_path)})
+    planned = plan_of_run(config)
+    assert planned
+    assert planned.cluster.device_bytes == pytest.approx(this_machine().device_bytes, rel=0.2)
+    assert planned.pools[0].total(Instant.STEP) > 0
+    assert any("policy" in line for line in plan_lines(planned))
+
+
+def test_run_without_a_known_model_has_no_plan() -> None:
+    config = amend(sft(), {"model.model_name_or_path": "./no-such-folder"})
+    assert plan_of_run(config) is None
+    assert plan_lines(None) == []
+    assert memory_findings(config, None) == []
+
+
+def test_run_that_does_not_fit_gets_a_notice_with_flags(paths: dict[str, str]) -> None:
+    config = amend(
+        sft("--train.micro_batch_size 8"), {"model.model_name_or_path": paths["llama2-7b"]}
+    )
+    roomy = make_plan(config, machine_with(1 << 30))
+    peak, idle = roomy.pools[0].total(roomy.pools[0].peak), roomy.pools[0].total(Instant.IDLE)
+    between = make_plan(config, machine_with((peak + idle) // 2 // MIB))
+    [finding] = memory_findings(config, between)
+    assert not finding.fails
+    assert "--model.gradient_checkpointing_enable" in finding.fix or "micro" in finding.fix
+
+
+def test_run_whose_weights_do_not_fit_is_refused(paths: dict[str, str]) -> None:
+    config = amend(sft(), {"model.model_name_or_path": paths["llama2-7b"]})
+    found = memory_findings(config, make_plan(config, machine_with(4096)))
+    with pytest.raises(CheckError, match="does not fit"):
+        report(*found)
+
+
+def test_run_that_fits_has_no_finding(paths: dict[str, str]) -> None:
+    config = amend(sft(), {"model.model_name_or_path": paths["llama2-7b"]})
+    assert memory_findings(config, make_plan(config, machine_with(1 << 30))) == []
