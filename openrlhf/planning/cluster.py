@@ -63,7 +63,7 @@ class Cluster:
         return KINDS_OF_DEVICES.get(self.kind, UNNAMED)
 
     def __str__(self) -> str:
-        memory = f"{self.device_bytes / GIB:g} GiB"
+        memory = f"{self.device_bytes / GIB:.4g} GiB"
         if not self.on_gpus:
             return f"a CPU machine with {memory}"
         device = f"{self.kind} {memory}".strip()

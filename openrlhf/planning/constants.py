@@ -31,8 +31,8 @@ CPU = Constants(
     measured=False,
     process_bytes=450 * MIB,
     engine_process_bytes=700 * MIB,
-    role_bytes=30 * MIB,
-    fixed_step_bytes=30 * MIB,
+    role_bytes=4 * MIB,
+    rounded_bytes=30 * MIB,
     engine_bytes=200 * MIB,
 )
 # A CUDA context with the kernels of torch and NCCL's buffers.

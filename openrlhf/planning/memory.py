@@ -172,11 +172,13 @@ class RoleMemory:
             return Gradients(kept=role.width * self.trained, step=flattened)
         if self._has_bf16_optimizer:
             buffer = g * self.trained  # `BF16_Optimizer`: a whole float32 buffer on every rank
+            largest = 4 * self._largest_trained()
+            reduced = 2 * flattened if role.ranks > 1 else 0
             return Gradients(
                 idle=buffer,
                 kept=buffer + role.width * self.trained,
-                backward=4 * self._largest_trained(),
-                step=2 * flattened if role.ranks > 1 else 0,
+                backward=largest,
+                step=4 * self.trained + largest + reduced,
             )
         return self._zero_gradients(g)
 
@@ -192,10 +194,9 @@ class RoleMemory:
             whole = role.width * self.trained
             if has_copies:
                 whole += g * self.trained
-            later = g * owned if role.window > 1 else 0
             step = 0 if role.adam_offload else 4 * owned
             extra = bucket if self.constants.device == "cuda" else 0
-            return Gradients(kept=g * owned, backward=whole + later + extra, step=step, host=host)
+            return Gradients(kept=whole, backward=extra, step=step, host=host)
         if role.adam_offload:
             bucket += role.width * self._largest_trained()
             if not has_copies:
@@ -275,7 +276,7 @@ class RoleMemory:
         if self.constants.device == "cuda" and not self._has_bf16_optimizer:
             flat = 0  # DeepSpeed copies the weights through CPU memory if the device is full
         grown = idle
-        if role.zero_stage > 0 and role.width < 4 and not role.adam_offload:
+        if role.zero_stage > 0 and not role.adam_offload:
             # a copy of the rank's weights becomes the master weights
             grown += Usage(weights=role.width * self.owned)
         flattened = Usage(weights=self.resting_bytes + flat, framework=idle.framework)
