@@ -72,7 +72,7 @@ def declared_machines(cluster: str) -> list[int]:
     Example: 2x8,1x4 declares two machines with 8 GPUs and one with 4, and becomes [8, 8, 4]. A kind
     of GPU may follow, as in 2x8xH100-80GB.
     """
-    machines_of_a_size = r"[1-9]\d{0,3}x[1-9]\d{0,3}(x[A-Z0-9][A-Za-z0-9.-]*)?"
+    machines_of_a_size = r"[1-9]\d{0,3}x[1-9]\d{0,3}(x[A-Za-z][\w.-]*|x\d+GB)?"
     if not re.fullmatch(f"{machines_of_a_size}(,{machines_of_a_size})*", cluster):
         return []
     machines: list[int] = []
