@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-
 from openrlhf.config.commands import Command
-from openrlhf.config.flags import Unused, option, required
+from openrlhf.config.flags import option, required
 
 PLANNED = ("sft", "rm", "dpo", "kto", "prm", "kd", "ppo", "train_ppo")
 
@@ -25,7 +23,3 @@ class PlanConfig(Command):
     longest: bool = option(False, "Find the largest --data.max_len that fits.")
     speed: bool = option(False, "Estimate the seconds and the communication of a step.")
     json: bool = option(False, "Print JSON.")
-
-    def unused(self) -> Iterator[Unused]:
-        """Yield the flags that have no effect with these values."""
-        yield Unused(["plugin"], "with this command")
