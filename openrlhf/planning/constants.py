@@ -17,6 +17,7 @@ class Constants:
     engine_process_bytes: int  # an engine's process before its model
     role_bytes: int = 0  # a process's first model, in addition to its tensors
     rounded_bytes: int = 0  # a process with bfloat16 models: oneDNN's compiled kernels
+    sharded_bytes: int = 0  # a trained model under ZeRO 3: DeepSpeed's buffers
     fixed_step_bytes: int = 0  # a training pass, in addition to its tensors
     activation_factor: float = 1.0  # on activations that are saved for the backward pass
     transient_factor: float = 1.0  # on temporary tensors of one layer
@@ -32,7 +33,8 @@ CPU = Constants(
     process_bytes=450 * MIB,
     engine_process_bytes=700 * MIB,
     role_bytes=4 * MIB,
-    rounded_bytes=30 * MIB,
+    rounded_bytes=8 * MIB,
+    sharded_bytes=8 * MIB,
     engine_bytes=200 * MIB,
 )
 # A CUDA context with the kernels of torch and NCCL's buffers.

@@ -12,7 +12,7 @@ from functools import cached_property
 
 from openrlhf.planning.activations import PassBytes, pass_bytes
 from openrlhf.planning.constants import MIB, Constants
-from openrlhf.planning.roles import DTYPE_BYTES, EngineRole, ModelRole
+from openrlhf.planning.roles import DTYPE_BYTES, EngineRole, ModelRole, Pass
 from openrlhf.planning.shapes import Weight
 from openrlhf.planning.usage import Instant, Usage
 
@@ -22,6 +22,7 @@ LIVE_PARAMETERS = 1_000_000_000  # DeepSpeed's stage3_max_reuse_distance, in ele
 SUB_GROUP = 1_000_000_000  # DeepSpeed's sub_group_size, in elements
 PERSISTENT_WIDTH = 10  # ZeRO 3 keeps weights of fewer than 10 · h elements whole
 PREFETCHED_SQUARE = 0.9  # ZeRO 3 prefetches 0.9 · h² elements
+PROOF = Pass(tokens=34, longest=17, scored=26)  # `models.proof` scores two short sequences
 SAMPLED_WEIGHTS = 4_000_000  # `training.masters.MAX_SAMPLED_WEIGHTS`
 # NF4 with double quantization: 4 bits, one byte per 64 weights, one float32 per 64 · 256 weights.
 NF4_BYTES = 0.5 + 1 / 64 + 4 / (64 * 256)
@@ -99,19 +100,23 @@ class RoleMemory:
 
     @cached_property
     def gathered_bytes(self) -> int:
-        """The bytes of the whole weights that ZeRO 3 gathers.
+        """The bytes of the whole weights that ZeRO 3 gathers in a pass without gradient.
 
-        DeepSpeed keeps weights that it reuses within 10⁹ elements, also after a pass. A frozen
-        model uses each weight once, so only its largest weight and the prefetched ones exist.
+        DeepSpeed keeps weights that it reuses within 10⁹ elements, also after the pass.
         """
         role = self.role
         if not role.sharded:
             return 0
-        shape = role.shape
-        gathered = LIVE_PARAMETERS + shape.largest_weight
-        if not role.trained:
-            gathered = round(shape.largest_weight + PREFETCHED_SQUARE * shape.hidden**2)
-        return role.width * min(shape.parameters, gathered)
+        gathered = LIVE_PARAMETERS + role.shape.largest_weight
+        return role.width * min(role.shape.parameters, gathered)
+
+    @property
+    def _gathered_in_training(self) -> int:
+        """The bytes of the whole weights that exist at a time in a training pass.
+
+        The order of the weights is known, so that each one is freed after its use.
+        """
+        return min(self.gathered_bytes, self.role.width * self.role.shape.largest_weight)
 
     def _local(self, weight: Weight) -> int:
         """Return the number of elements of a weight on this rank after tensor parallelism."""
@@ -240,10 +245,12 @@ class RoleMemory:
         fixed = self.constants.role_bytes
         if role.width < 4:
             fixed += self.constants.rounded_bytes
+        if role.trained and role.sharded:
+            fixed += self.constants.sharded_bytes
         usage = Usage(framework=fixed)
         usage += Usage(weights=self.resting_bytes)
         if role.trained:
-            usage += Usage(weights=self.gathered_bytes, optimizer=self._sampled_bytes())
+            usage += Usage(optimizer=self._sampled_bytes())
         if role.sleeps and not awake:
             return usage
         if not role.adam_offload:
@@ -253,34 +260,54 @@ class RoleMemory:
     def passing(self) -> Usage:
         """Return the weights that exist on the device only during a pass."""
         role = self.role
-        if role.trained:
-            return Usage()
         if role.param_offload and not role.sharded:
             return Usage(weights=self.whole_bytes)
         return Usage(weights=self.gathered_bytes)
 
-    def load(self) -> Usage:
-        """Return the peak while the model is loaded and the optimizer is created."""
-        role = self.role
+    def loaded(self) -> Usage:
+        """Return what is on the device before the first step, which creates the moments."""
         idle = self.idle(awake=True)
-        if not role.trained:
+        if not self.role.trained or self.role.adam_offload:
             return idle
-        moments = MOMENT_BYTES.get(role.optimizer, 8) * self.owned
-        if not role.adam_offload:
-            idle = replace(idle, optimizer=idle.optimizer - moments)  # created by the first step
-        flat = role.width * self.trained
+        moments = MOMENT_BYTES.get(self.role.optimizer, 8) * self.owned
+        return replace(idle, optimizer=idle.optimizer - moments)
+
+    def load(self) -> Usage:
+        """Return the peak while the model is loaded, its optimizer is created and it is proved."""
+        role = self.role
+        idle = self.loaded()
+        candidates = [idle + self.passing() + self._proof()]
+        largest = role.shape.largest_weight
         if role.sharded:
-            flat = role.width * self.owned
-        if role.zero_stage == 0:
-            flat = 0
+            read = role.width * role.shape.parameters + 8 * largest
+            reading = Usage(weights=self.resting_bytes + read)
+            candidates.append(replace(reading, framework=idle.framework))
+        if role.trained and role.zero_stage > 0:
+            candidates += self._optimizer_creation(idle)
+        return max(candidates, key=lambda usage: usage.total)
+
+    def _proof(self) -> Usage:
+        """Return the bytes of the passes that check the layout of batches (`models.proof`)."""
+        batch = replace(PROOF, packed=(self.role.training or self.role.scoring or PROOF).packed)
+        role = replace(self.role, gradient_checkpointing=False)  # off outside of training
+        sizes = pass_bytes(role, batch, self.constants)
+        return Usage(activations=sizes.saved, logits=sizes.backward_logits)
+
+    def _optimizer_creation(self, idle: Usage) -> list[Usage]:
+        """Return the memory while weights are flattened, and while master weights are created."""
+        role = self.role
+        flat = role.width * (self.owned if role.sharded else self.trained)
         if self.constants.device == "cuda" and not self._has_bf16_optimizer:
             flat = 0  # DeepSpeed copies the weights through CPU memory if the device is full
-        grown = idle
-        if role.zero_stage > 0 and not role.adam_offload:
-            # a copy of the rank's weights becomes the master weights
-            grown += Usage(weights=role.width * self.owned)
         flattened = Usage(weights=self.resting_bytes + flat, framework=idle.framework)
-        return max(grown, flattened, key=lambda usage: usage.total)
+        grown = idle
+        if not role.adam_offload:
+            # a copy of the rank's weights becomes the master weights
+            grown += self.passing() + Usage(weights=role.width * self.owned)
+        if role.width < 4:
+            # the largest weight as stored, in float32, and rounded, to restore its low bits
+            grown += Usage(weights=9 * role.shape.largest_weight)
+        return [flattened, grown]
 
     def score(self) -> Usage:
         """Return the peak of forward passes without gradient."""
@@ -301,7 +328,9 @@ class RoleMemory:
         sizes = pass_bytes(self.role, batch, self.constants)
         gradients = self.gradients
         fixed = self.idle(awake=True) + Usage(
-            framework=self.constants.fixed_step_bytes, logits=self.role.teacher_bytes
+            framework=self.constants.fixed_step_bytes,
+            logits=self.role.teacher_bytes,
+            weights=self._gathered_in_training,
         )
         earlier = gradients.kept - gradients.idle if self.role.window > 1 else 0
         inner = sizes.training
@@ -337,7 +366,10 @@ class RoleMemory:
         if role.sharded or role.tp > 1:
             buffers *= 2  # the whole weights of the bucket, and their packed copy
         if role.lora_rank and not role.adapter_only:
-            buffers += largest  # the merged weight
+            # All merged weights of a bucket exist at once. The embeddings come first.
+            first = max(0, bucket - role.width * role.shape.largest_weight)
+            merged = 4 * sum(w.numel for w in role.shape.weights if w.is_linear)
+            buffers += max(min(first, merged), min(bucket, merged - first))
         freed = replace(self.idle(awake=False), weights=self.resting_bytes)
         return freed + Usage(publication=buffers)
 
@@ -378,6 +410,11 @@ def predict_role(role: ModelRole, constants: Constants) -> dict[Instant, Usage]:
         return usage
     for instant, host in predict_host(role, constants).items():
         usage[instant] += host
+    if role.ema:
+        # The average is copied from the loaded model.
+        before = predict_role(replace(role, ema=False), constants)[Instant.LOAD]
+        after = memory.loaded() + predict_host(role, constants)[Instant.LOAD]
+        usage[Instant.LOAD] = max(before, after, key=lambda peak: peak.total)
     return usage
 
 
