@@ -1,0 +1,458 @@
+"""Measures the memory of training processes, and compares it with the planner's predictions.
+
+`python -m benchmarks.memory measure` measures every case that `--out` does not have yet, and
+`python -m benchmarks.memory report` writes the page. `python -m benchmarks.memory fit` prints the
+constants of `openrlhf.planning.constants` that fit the first half of the cases best; the report
+lists the errors of both halves.
+"""
+
+from __future__ import annotations
+
+import argparse
+import hashlib
+import json
+import platform
+import re
+import statistics
+import time
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from benchmarks.memory_roles import SCALAR, SCORED, Case, deepspeed_flags, measure_case
+from openrlhf.config.shared import DeepSpeedConfig
+from openrlhf.planning.constants import CPU, Constants
+from openrlhf.planning.memory import predict_role
+from openrlhf.planning.model_files import read_shape
+from openrlhf.planning.roles import ModelRole, Pass
+from openrlhf.planning.shapes import ModelShape
+from openrlhf.planning.usage import Instant, Usage
+from tests.tiny import save_reward_model, save_tiny_model
+from tests.verify.record import git
+from tests.verify.results import packages
+
+PAGE = Path("docs/results/memory.md")
+RECORDS = Path("docs/results/memory.jsonl")
+MIB = 2**20
+# Models by name: architecture and sizes. The number is their number of parameters in millions.
+MODELS: dict[str, tuple[str, dict[str, Any]]] = {
+    "tiny": ("llama", {}),
+    "llama-1M": (
+        "llama",
+        {"vocab_size": 2048, "hidden_size": 128, "intermediate_size": 352, "num_hidden_layers": 4},
+    ),
+    "llama-7M": (
+        "llama",
+        {"vocab_size": 4096, "hidden_size": 256, "intermediate_size": 704, "num_hidden_layers": 6},
+    ),
+    "llama-27M": (
+        "llama",
+        {
+            "vocab_size": 8192,
+            "hidden_size": 512,
+            "intermediate_size": 1408,
+            "num_hidden_layers": 6,
+            "num_attention_heads": 8,
+            "num_key_value_heads": 4,
+        },
+    ),
+    "llama-76M": (
+        "llama",
+        {
+            "vocab_size": 8192,
+            "hidden_size": 768,
+            "intermediate_size": 2048,
+            "num_hidden_layers": 10,
+            "num_attention_heads": 12,
+            "num_key_value_heads": 4,
+        },
+    ),
+    "qwen2-17M": (
+        "qwen2-tied",
+        {
+            "vocab_size": 16384,
+            "hidden_size": 384,
+            "intermediate_size": 1024,
+            "num_hidden_layers": 6,
+        },
+    ),
+    "qwen3-17M": (
+        "qwen3",
+        {
+            "vocab_size": 16384,
+            "hidden_size": 384,
+            "intermediate_size": 1024,
+            "num_hidden_layers": 6,
+        },
+    ),
+}
+REAL = "SmolLM2-135M"  # copied to the folder of models by hand
+# The constants that `fit` changes.
+FITTED = (
+    "role_bytes",
+    "fixed_step_bytes",
+    "activation_factor",
+    "transient_factor",
+    "logits_factor",
+)
+INTRODUCTION = """\
+Each case is one role of a run on a CPU, measured through the classes that a run uses. A peak is the
+highest resident memory of a rank during an instant, minus its resident memory before it loads the
+first model. Before that, the rank joins the process group and runs the same case with a model of
+20,000 parameters, so that code and first-call caches do not count. Every process has one thread,
+and glibc returns freed blocks of 64 KiB or more to the system at once (`M_MMAP_THRESHOLD`); with
+its defaults, it keeps some of them. The cases are divided by a hash of their names: constants are
+fitted on one half of them, and the errors of both halves are shown."""
+
+
+def cases() -> list[Case]:
+    """Return the cases, which differ from each other in few settings."""
+    return [
+        # the policy of an RL run
+        Case(model="llama-7M", role="policy"),
+        Case(model="llama-27M", role="policy"),
+        Case(model="llama-27M", role="policy", zero=1),
+        Case(model="llama-7M", role="policy", zero=2, ranks=2),
+        Case(model="llama-7M", role="policy", zero=3, ranks=2),
+        Case(model="llama-27M", role="policy", zero=1, dtype="bf16"),
+        Case(model="llama-27M", role="policy", zero=2, ranks=2, dtype="bf16"),
+        Case(model="llama-27M", role="policy", zero=3, ranks=2, dtype="bf16"),
+        Case(model="llama-27M", role="policy", lora=8),
+        Case(model="llama-7M", role="policy", checkpointing=True, length=512),
+        Case(model="llama-7M", role="policy", packed=True, length=256),
+        Case(model="llama-7M", role="policy", ema=True, zero=2, ranks=2),
+        Case(model="llama-7M", role="policy", adam_offload=True, zero=2, ranks=2),
+        Case(model="llama-7M", role="policy", tp=2, ranks=2),
+        Case(model="llama-7M", role="policy", sp=2, ranks=2, packed=True, length=512),
+        Case(model="llama-7M", role="policy", zero=2, ranks=4),
+        Case(model="llama-7M", role="policy", zero=3, ranks=4),
+        Case(model="llama-76M", role="policy", zero=1),
+        Case(model="llama-27M", role="policy", zero=1, ranks=2),
+        Case(model=REAL, role="policy", zero=1, dtype="bf16"),
+        # the critic
+        Case(model="llama-27M", role="critic"),
+        Case(model="llama-27M", role="critic", zero=2, ranks=2, dtype="bf16"),
+        Case(model="llama-7M", role="critic", length=512, rows=4),
+        Case(model="llama-7M", role="critic", zero=3, ranks=2),
+        # frozen models
+        Case(model="llama-27M", role="reference"),
+        Case(model="llama-76M", role="reference", dtype="bf16"),
+        Case(model="llama-27M", role="reference", zero=3, ranks=2),
+        Case(model=REAL, role="reference", packed=True, length=256),
+        Case(model="llama-27M", role="reward"),
+        Case(model="llama-76M", role="reward", rows=4, length=128),
+        # offline tasks
+        Case(model="llama-1M", role="sft", rows=8, length=256),
+        Case(model="llama-7M", role="sft", length=1024),
+        Case(model="llama-7M", role="sft", length=1024, checkpointing=True),
+        Case(model="llama-7M", role="sft", zero=1, micro_batches=4),
+        Case(model="llama-7M", role="sft", ranks=2),
+        Case(model="llama-27M", role="sft", zero=3, ranks=2),
+        Case(model="llama-7M", role="sft", tp=2, ranks=2, zero=1),
+        Case(model="llama-7M", role="sft", sp=2, ranks=2, zero=2, packed=True, length=256),
+        Case(model="llama-76M", role="sft"),
+        Case(model="llama-27M", role="sft", zero=1, adam_offload=True),
+        Case(model="qwen2-17M", role="sft", zero=1),
+        Case(model="qwen3-17M", role="sft", zero=2, ranks=2),
+        Case(model=REAL, role="sft", zero=1),
+        Case(model="llama-27M", role="dpo"),
+        Case(model="llama-7M", role="dpo", lora=8, packed=True, length=256),
+        Case(model="llama-7M", role="dpo", zero=3, ranks=2),
+        Case(model="llama-27M", role="rm", zero=1),
+        Case(model="llama-7M", role="kto", zero=2, ranks=2),
+        Case(model="llama-7M", role="kd", zero=1),
+    ]
+
+
+def is_fitted(case: Case) -> bool:
+    """Return whether the case belongs to the half on which the constants are fitted."""
+    return hashlib.sha256(case.name.encode()).digest()[0] % 2 == 0
+
+
+def make_models(folder: Path, wanted: Iterable[Case]) -> None:
+    """Create the models of the cases, unless they exist.
+
+    Raises FileNotFoundError if the real model is missing.
+    """
+    for case in wanted:
+        for name in ("tiny", case.model):
+            path = folder / name
+            if name in MODELS and not path.exists():
+                kind, sizes = MODELS[name]
+                save_tiny_model(path, kind, **sizes)
+            elif not path.exists():
+                raise FileNotFoundError(f"Run python examples/real_model/fetch.py {path} first.")
+            scored = folder / f"{name}{SCORED}"
+            if case.role in SCALAR and not scored.exists():
+                save_reward_model(scored, path)
+
+
+# ---- predictions
+
+
+def roles_of(case: Case, shape: ModelShape) -> list[ModelRole]:
+    """Return the planner's description of the models in one rank's process."""
+    rows = case.rows
+    if case.role in ("dpo", "rm"):
+        rows *= 2
+    tokens = rows * case.length
+    prompt = case.length // 4
+    scored = rows * (case.length - prompt)
+    is_scalar = case.role in ("critic", "reward", "rm")
+    if is_scalar:
+        shape = shape.as_scalar()
+        scored = tokens
+    batch = Pass(
+        tokens=-(-tokens // case.sp),
+        longest=case.length,
+        scored=-(-scored // case.sp),
+        packed=case.packed,
+    )
+    model = ModelRole(
+        name=case.role,
+        shape=shape,
+        dtype=case.dtype,
+        dp=case.ranks // (case.tp * case.sp),
+        tp=case.tp,
+        sp=case.sp,
+        zero_stage=zero_stage(case),
+    )
+    frozen = replace(model, zero_stage=3 if case.zero == 3 else 0, scoring=batch)
+    if case.role in ("reference", "reward"):
+        return [frozen]
+    trained = replace(
+        model,
+        trained=True,
+        adam_offload=case.adam_offload,
+        lora_rank=case.lora,
+        ema=case.ema,
+        gradient_checkpointing=case.checkpointing,
+        keeps_logits=case.role == "kd",
+        training=batch,
+        window=case.micro_batches,
+        publishes=case.role == "policy",
+    )
+    if case.role in ("policy", "critic") or (case.lora and case.role == "dpo"):
+        return [replace(trained, scoring=batch)]
+    if case.role in ("dpo", "kto", "kd"):
+        return [trained, frozen]
+    return [trained]
+
+
+def zero_stage(case: Case) -> int:
+    """Return the ZeRO stage in effect."""
+    return DeepSpeedConfig(**deepspeed_flags(case)).trained_stage(case.ranks)
+
+
+def predicted(case: Case, shape: ModelShape, constants: Constants) -> dict[Instant, Usage]:
+    """Return the predicted memory of the process at each instant.
+
+    Models are loaded one after another. Afterwards, one of them is in use at a time.
+    """
+    usages = [predict_role(role, constants) for role in roles_of(case, shape)]
+    peaks: dict[Instant, Usage] = {}
+    for instant in Instant:
+        candidates: list[Usage] = []
+        for active, usage in enumerate(usages):
+            total = usage[instant]
+            for number, other in enumerate(usages):
+                if number != active:
+                    total += other[Instant.LOAD if instant == Instant.LOAD else Instant.IDLE]
+                    # the process's first model alone adds the fixed bytes
+                    total += Usage(framework=-constants.role_bytes)
+            candidates.append(total)
+        peaks[instant] = max(candidates, key=lambda usage: usage.total)
+    return peaks
+
+
+# ---- comparison
+
+
+@dataclass(frozen=True, kw_only=True)
+class Row:
+    """A case at an instant."""
+
+    case: Case
+    instant: Instant
+    measured: int  # bytes, of the rank that needs the most
+    predicted: int  # bytes
+    state: int  # predicted bytes of weights, gradients and optimizer state
+
+    @property
+    def error(self) -> float:
+        """The relative error of the prediction."""
+        return self.predicted / self.measured - 1
+
+
+def read_records(path: Path) -> dict[Case, dict[str, Any]]:
+    """Return the newest record of each case."""
+    records: dict[Case, dict[str, Any]] = {}
+    if path.exists():
+        for line in path.read_text(encoding="utf-8").splitlines():
+            record = json.loads(line)
+            records[Case(**record["case"])] = record
+    return records
+
+
+def compare(
+    records: Mapping[Case, dict[str, Any]], models: Path, constants: Constants
+) -> list[Row]:
+    """Return a row for each instant of each measured case."""
+    rows: list[Row] = []
+    shapes: dict[str, ModelShape] = {}
+    for case, record in records.items():
+        if case.model not in shapes:
+            shapes[case.model] = read_shape(str(models / case.model))
+        found = predicted(case, shapes[case.model], constants)
+        for name in record["ranks"][0]["peaks"]:
+            instant = Instant(name)
+            rows.append(
+                Row(
+                    case=case,
+                    instant=instant,
+                    measured=max(rank["peaks"][name] for rank in record["ranks"]),
+                    predicted=found[instant].total,
+                    state=found[instant].weights
+                    + found[instant].gradients
+                    + found[instant].optimizer,
+                )
+            )
+    return rows
+
+
+def fit(records: Mapping[Case, dict[str, Any]], models: Path) -> Constants:
+    """Return the constants with the smallest mean error on the first half of the cases.
+
+    Changes one constant at a time by a factor as long as the error becomes smaller.
+    """
+    half = {case: record for case, record in records.items() if is_fitted(case)}
+    best = CPU
+    lowest = mean_error(compare(half, models, best))
+    factor = 2.0
+    while factor > 1.005:
+        improved = False
+        for name in FITTED:
+            for scale in (factor, 1 / factor):
+                value = getattr(best, name) * scale
+                trial = replace(best, **{name: type(getattr(best, name))(value)})
+                error = mean_error(compare(half, models, trial))
+                if error < lowest:
+                    best, lowest, improved = trial, error, True
+        if not improved:
+            factor = factor**0.5
+    return best
+
+
+def mean_error(rows: list[Row]) -> float:
+    """Return the mean absolute error."""
+    return statistics.fmean(abs(row.error) for row in rows)
+
+
+# ---- page
+
+
+def write_page(rows: list[Row], records: Mapping[Case, dict[str, Any]]) -> None:
+    """Write the page with every row."""
+    held_out = [row for row in rows if not is_fitted(row.case)]
+    fitted = [row for row in rows if is_fitted(row.case)]
+    peaks = [peak_of(rows, case) for case in records]
+    stateful = [row for row in peaks if row.state > row.measured / 2]
+    dates = sorted({record["date"] for record in records.values()})
+    commits = sorted({record["commit"] for record in records.values()})
+    lines = [
+        "# Predicted and measured memory",
+        "",
+        f"`python -m benchmarks.memory measure`, then `report`: measured {dates[0]} to {dates[-1]} "
+        f"at {', '.join(commits)}, {packages()}, {machine()}.",
+        "",
+        INTRODUCTION,
+        "",
+        f"{len(records)} cases, {len(rows)} peaks. In {len(stateful)} cases, weights, gradients "
+        "and optimizer state are more than half of the highest peak.",
+        "",
+        "| half | peaks | median error | 90 % | worst | above 10 % |",
+        "| --- | --- | --- | --- | --- | --- |",
+        summary("fitted", fitted),
+        summary("held out", held_out),
+        summary("held out, highest peak of each case", [r for r in peaks if r in held_out]),
+        "",
+        "CUDA figures of the planner are not measured.",
+        "",
+        "| case | instant | predicted, MiB | measured, MiB | error | half |",
+        "| --- | --- | --- | --- | --- | --- |",
+    ]
+    for row in rows:
+        half = "fitted" if is_fitted(row.case) else "held out"
+        cells = (
+            row.case.name,
+            row.instant,
+            f"{row.predicted / MIB:.1f}",
+            f"{row.measured / MIB:.1f}",
+            f"{row.error:+.1%}",
+            half,
+        )
+        lines.append("| " + " | ".join(cells) + " |")
+    PAGE.write_text("\n".join(lines) + "\n", encoding="utf-8")
+
+
+def peak_of(rows: list[Row], case: Case) -> Row:
+    """Return the row of the case's highest measured peak."""
+    return max((row for row in rows if row.case == case), key=lambda row: row.measured)
+
+
+def summary(name: str, rows: list[Row]) -> str:
+    """Return a table row with the errors of some rows."""
+    errors = sorted(abs(row.error) for row in rows)
+    ninth = errors[int(0.9 * (len(errors) - 1))]
+    above = sum(error > 0.1 for error in errors)
+    median = statistics.median(errors)
+    return f"| {name} | {len(rows)} | {median:.1%} | {ninth:.1%} | {errors[-1]:.1%} | {above} |"
+
+
+def machine() -> str:
+    """Return the processor and the kernel."""
+    processor = re.search(r"model name\s*: (.*)", Path("/proc/cpuinfo").read_text())
+    name = processor[1] if processor else platform.processor()
+    return f"{name}, Linux {platform.release()}"
+
+
+def main() -> None:
+    """Run the benchmark."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("action", choices=("measure", "fit", "report"))
+    parser.add_argument("--models", type=Path, default=Path("/tmp/memory-models"))
+    parser.add_argument("--records", type=Path, default=RECORDS)
+    parser.add_argument("--case", nargs="+", help="Measure only the cases with these names.")
+    options = parser.parse_args()
+    records = read_records(options.records)
+    if options.action == "fit":
+        print(fit(records, options.models))
+    elif options.action == "report":
+        write_page(compare(records, options.models, CPU), records)
+    else:
+        torch.set_num_threads(1)
+        wanted: list[Case] = []
+        for case in cases():
+            if case not in records and (not options.case or case.name in options.case):
+                wanted.append(case)
+        make_models(options.models, wanted)
+        for case in wanted:
+            if case in read_records(options.records):  # another process has measured it
+                continue
+            begun = time.monotonic()
+            record = measure_case(case, options.models)
+            print(f"{case.name}: {time.monotonic() - begun:.0f} s", flush=True)
+            if record:
+                record |= {
+                    "commit": git("rev-parse", "--short", "HEAD"),
+                    "date": time.strftime("%Y-%m-%d"),
+                }
+                with options.records.open("a", encoding="utf-8") as lines:
+                    lines.write(json.dumps(record) + "\n")
+
+
+if __name__ == "__main__":
+    main()
