@@ -29,7 +29,7 @@ class Constants:
 
 CPU = Constants(
     device="cpu",
-    measured=False,
+    measured=True,
     process_bytes=450 * MIB,
     engine_process_bytes=700 * MIB,
     role_bytes=4 * MIB,

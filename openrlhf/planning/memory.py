@@ -199,7 +199,7 @@ class RoleMemory:
             whole = role.width * self.trained
             if has_copies:
                 whole += g * self.trained
-            step = 0 if role.adam_offload else 4 * owned
+            step = 0 if role.adam_offload else 4 * self.trained  # flattened before they are divided
             extra = bucket if self.constants.device == "cuda" else 0
             return Gradients(kept=whole, backward=extra, step=step, host=host)
         if role.adam_offload:
@@ -207,8 +207,12 @@ class RoleMemory:
             if not has_copies:
                 return Gradients(backward=bucket, host=host + 4 * owned)
         if has_copies:
-            return Gradients(kept=g * owned, backward=bucket, host=host)
-        return Gradients(kept=g * owned, backward=bucket + g * owned, step=4 * owned)
+            # gradients are freed once their bucket is full
+            pending = role.width * min(self.trained, REDUCE_BUCKET) + 4 * self._largest_trained()
+            return Gradients(kept=g * owned, backward=bucket + pending, host=host)
+        pending = role.width * min(self.trained, REDUCE_BUCKET)  # until their bucket is full
+        backward = bucket + pending - g * owned
+        return Gradients(kept=g * owned, backward=backward, step=4 * owned)
 
     def _bucket_elements(self) -> int:
         """Return the elements of the reduce bucket that take memory.
@@ -302,8 +306,11 @@ class RoleMemory:
         flattened = Usage(weights=self.resting_bytes + flat, framework=idle.framework)
         grown = idle
         if not role.adam_offload:
-            # a copy of the rank's weights becomes the master weights
-            grown += self.passing() + Usage(weights=role.width * self.owned)
+            # the master weights are cut from a copy of the weights
+            copied = self.owned if role.sharded else self.trained
+            if role.width < 4 and not self._has_bf16_optimizer:
+                copied = 0  # converted to float32
+            grown += self.passing() + Usage(weights=role.width * copied)
         if role.width < 4:
             # the largest weight as stored, in float32, and rounded, to restore its low bits
             grown += Usage(weights=9 * role.shape.largest_weight)
