@@ -282,7 +282,8 @@ class RoleMemory:
         idle = self.loaded()
         candidates = [idle + self.passing() + self._proof()]
         largest = role.shape.largest_weight
-        if role.sharded:
+        if role.sharded and self.constants.device == "cpu":
+            # the pages of the files count while each rank cuts its part of them
             read = role.width * role.shape.parameters + 8 * largest
             reading = Usage(weights=self.resting_bytes + read)
             candidates.append(replace(reading, framework=idle.framework))
