@@ -192,11 +192,18 @@ class HostHandles:
 
 
 class WorkerGroup:
-    """The workers of one role, one per rank of their host group."""
+    """The workers of one role, one per rank of their host group.
 
-    def __init__(self, hosts: HostHandles, role: str) -> None:
+    `attention_length` is the length in tokens at which attention costs as much as the rest of the
+    role's model. It decides how rows are divided over ranks; None: by tokens.
+    """
+
+    def __init__(
+        self, hosts: HostHandles, role: str, *, attention_length: int | None = None
+    ) -> None:
         self.hosts = hosts
         self.role = role
+        self.attention_length = attention_length
         self.layout = hosts.layout
         self.slices = self.layout.dp  # number of slices into which a batch is split
         self._ranks = range(self.layout.world_size)

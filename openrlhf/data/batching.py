@@ -15,32 +15,45 @@ from torch.utils.data import Sampler
 
 
 class Group(NamedTuple):
-    """The rows of one part and their total token count."""
+    """The rows of one part and their total cost."""
 
-    tokens: int
+    cost: int
     rows: list[int]
 
 
 class Solution(NamedTuple):
     """A partition of a subset of the rows. Solutions compare by unevenness."""
 
-    unevenness: int  # tokens of the lightest part minus tokens of the heaviest part
+    unevenness: int  # cost of the lightest part minus cost of the heaviest part
     number: int  # breaks ties: the older of two equally uneven solutions comes first
     groups: list[Group]  # the non-empty parts, heaviest first
 
 
-def balanced_partition(lengths: Sequence[int], parts: int) -> list[list[int]]:
-    """Divide row numbers into `parts` non-empty groups of nearly equal token counts.
+def row_costs(lengths: Sequence[int], attention_length: int | None) -> list[int]:
+    """Return the relative compute of each row: n · (A + n) for n tokens, or n without A.
+
+    A is the length at which attention costs as much as products with weights (`models.cost`).
+    """
+    if attention_length is None:
+        return list(lengths)
+    tokens = np.array(lengths, dtype=np.int64)
+    return (tokens * (attention_length + tokens)).tolist()
+
+
+def balanced_partition(costs: Sequence[int], parts: int) -> list[list[int]]:
+    """Divide row numbers into `parts` non-empty groups of nearly equal costs.
+
+    The costs of two groups differ by at most the largest cost of a row.
 
     The largest-differencing method repeatedly merges the two least even partial solutions, pairing
     the heavy groups of one with the light groups of the other, until one solution remains. Raises
     ValueError if there are fewer rows than groups. Karmarkar and Karp 1982, UCB/CSD-82-113.
     """
-    if not 1 <= parts <= len(lengths):
-        raise ValueError(f"{len(lengths)} rows cannot be split into {parts} non-empty groups")
+    if not 1 <= parts <= len(costs):
+        raise ValueError(f"{len(costs)} rows cannot be split into {parts} non-empty groups")
     solutions: list[Solution] = []
-    for row, length in enumerate(lengths):
-        solutions.append(Solution(-length, row, [Group(length, [row])]))
+    for row, cost in enumerate(costs):
+        solutions.append(Solution(-cost, row, [Group(cost, [row])]))
     heapq.heapify(solutions)
     number = len(solutions)
     while len(solutions) > 1:
@@ -52,25 +65,36 @@ def balanced_partition(lengths: Sequence[int], parts: int) -> list[list[int]]:
         joined = heavy[:light_empty] + light[:heavy_empty]
         lightest_first = reversed(light[heavy_empty:])
         for a, b in zip(heavy[light_empty:], lightest_first, strict=True):
-            joined.append(Group(a.tokens + b.tokens, a.rows + b.rows))
-        joined.sort(key=attrgetter("tokens"), reverse=True)
-        lightest = joined[-1].tokens if len(joined) == parts else 0
-        heapq.heappush(solutions, Solution(lightest - joined[0].tokens, number, joined))
+            joined.append(Group(a.cost + b.cost, a.rows + b.rows))
+        joined.sort(key=attrgetter("cost"), reverse=True)
+        lightest = joined[-1].cost if len(joined) == parts else 0
+        heapq.heappush(solutions, Solution(lightest - joined[0].cost, number, joined))
         number += 1
     return sorted(sorted(group.rows) for group in solutions[0].groups)
 
 
-def batches_of_rows(rows: Sequence[int], size: int) -> list[list[int]]:
-    """Split the rows into consecutive batches of at most `size` rows, as evenly as possible."""
-    count = math.ceil(len(rows) / size)
+def batches_of_rows(rows: Sequence[int], size: int, *, at_least: int = 1) -> list[list[int]]:
+    """Split the rows into consecutive batches of at most `size` rows, as evenly as possible.
+
+    Returns at least `at_least` batches if there are as many rows.
+    """
+    count = max(math.ceil(len(rows) / size), min(at_least, len(rows)))
     edges = [0, *(round(batch * len(rows) / count) for batch in range(1, count + 1))]
     return [list(rows[start:end]) for start, end in pairwise(edges)]
 
 
-def batches_of_tokens(lengths: Sequence[int], max_tokens: int) -> list[list[int]]:
-    """Group row numbers into batches of nearly equal token counts, at most `max_tokens` each.
+def batches_of_tokens(
+    lengths: Sequence[int],
+    max_tokens: int,
+    *,
+    attention_length: int | None = None,
+    at_least: int = 1,
+) -> list[list[int]]:
+    """Group row numbers into batches of nearly equal costs, at most `max_tokens` tokens each.
 
-    A row longer than `max_tokens` gets its own batch.
+    A row longer than `max_tokens` gets its own batch. Returns as few batches as the method finds,
+    but `at_least` batches if there are as many rows, so that all ranks can run the same number of
+    batches. Costs are those of `row_costs`.
     """
     fitting: list[int] = []
     batches: list[list[int]] = []
@@ -80,16 +104,64 @@ def batches_of_tokens(lengths: Sequence[int], max_tokens: int) -> list[list[int]
         else:
             batches.append([row])
     short = [lengths[row] for row in fitting]
+    costs = row_costs(short, attention_length)
+    parts: list[list[int]] | None = [] if not fitting else None
     count = max(math.ceil(sum(short) / max_tokens), 1)
-    parts: list[list[int]] = []
-    while fitting:
-        parts = balanced_partition(short, count)
-        if max(sum(map(short.__getitem__, part)) for part in parts) <= max_tokens:
-            break
+    while parts is None:
+        parts = _partition_within(short, costs, count, max_tokens)
         count += 1
+    wanted = min(at_least - len(batches), len(fitting))
+    if wanted > len(parts):
+        more = _partition_within(short, costs, wanted, max_tokens)
+        parts = more or split_further(parts, wanted)
     for part in parts:
         batches.append([fitting[place] for place in part])
     return sorted(batches)
+
+
+def _partition_within(
+    lengths: Sequence[int], costs: Sequence[int], count: int, max_tokens: int
+) -> list[list[int]] | None:
+    """Return `count` groups of at most `max_tokens`, or None if no partition is found.
+
+    Groups of equal costs may have too many tokens: many short rows cost as much as a long row.
+    Groups of equal token counts are the second choice.
+    """
+    for balanced in (costs, lengths):
+        parts = balanced_partition(balanced, count)
+        totals = [sum(map(lengths.__getitem__, part)) for part in parts]
+        if max(totals) <= max_tokens:
+            return parts
+    return None
+
+
+def batches_of_padded_tokens(
+    lengths: Sequence[int], max_tokens: int, *, at_least: int = 1
+) -> list[list[int]]:
+    """Group row numbers by length, at most `max_tokens` per batch if all rows in it are padded.
+
+    The longest rows come first, and a row longer than `max_tokens` gets its own batch. Returns at
+    least `at_least` batches if there are as many rows.
+    """
+    longest_first = sorted(range(len(lengths)), key=lambda row: -lengths[row])
+    batches: list[list[int]] = []
+    for row in longest_first:
+        if batches and lengths[batches[-1][0]] * (len(batches[-1]) + 1) <= max_tokens:
+            batches[-1].append(row)
+        else:
+            batches.append([row])
+    return split_further(batches, min(at_least, len(lengths)))
+
+
+def split_further(batches: Sequence[list[int]], count: int) -> list[list[int]]:
+    """Halve the batches with the most rows until there are `count`. The rows must suffice."""
+    batches = list(batches)
+    while len(batches) < count:
+        largest = max(batches, key=len)
+        batches.remove(largest)
+        half = len(largest) // 2
+        batches += [largest[:half], largest[half:]]
+    return batches
 
 
 class ResumableSampler(Sampler[int]):

@@ -77,8 +77,10 @@ def reward_models(config: settings.SamplingCommand, *, logs: Path) -> Iterator[E
     machines = places_now(plan)[group.name]
     with closing(make_hosts(group, machines, config.ds, on_gpus=plan.on_gpus)) as hosts:
         connect_hosts(config, hosts, log_dir=str(logs))
-        workers = WorkerGroup(hosts, "reward")
-        created = workers.create(RewardWorker, settings.reward_settings(config))
+        models = settings.reward_settings(config)
+        cost = settings.attention_length_of(models)
+        workers = WorkerGroup(hosts, "reward", attention_length=cost)
+        created = workers.create(RewardWorker, models)
         gather(created, timeout_s=config.train.setup_timeout, doing="load the models")
         rewards = RewardStage(workers=workers, reward=config.reward)
         yield EarlyStages(stages=[rewards], timeout_s=config.train.step_timeout)

@@ -127,8 +127,11 @@ class Run:
         created: list[Call] = []
         for hosts in self.processes.hosts:
             for role in hosts.group.roles:
-                groups[role] = WorkerGroup(hosts, role)
-                created += groups[role].create(*workers[role])
+                worker, worker_settings = workers[role]
+                groups[role] = WorkerGroup(
+                    hosts, role, attention_length=settings.attention_length_of(worker_settings)
+                )
+                created += groups[role].create(worker, worker_settings)
         gather(created, timeout_s=config.train.setup_timeout, doing="load the models")
         return groups
 

@@ -13,6 +13,7 @@ from openrlhf.config.evaluation import EvaluationConfig
 from openrlhf.config.inference import BatchInferenceConfig
 from openrlhf.config.learning import ActorConfig, CriticConfig
 from openrlhf.config.ppo import PPOConfig
+from openrlhf.models.cost import attention_length
 from openrlhf.models.loading import LoadSpec, configuration
 from openrlhf.rollout.engine_settings import Device, EngineSettings
 from openrlhf.rollout.generator import SamplingSpec
@@ -99,6 +100,20 @@ def judge_spec(config: SamplingCommand, path: str) -> LoadSpec:
     if isinstance(config, PPOConfig):  # in RL, --ds.load_in_4bit applies only to trained models
         return replace(spec, ds=replace(spec.ds, load_in_4bit=False))
     return spec
+
+
+def attention_length_of(worker: RoleSettings | RewardModelSettings) -> int | None:
+    """Return the length in tokens at which attention costs as much as the rest of a role's model.
+
+    Returns None for linear costs. The first of several reward models decides.
+    """
+    if isinstance(worker, RoleSettings):
+        load = worker.load
+    else:
+        load = [*worker.models, worker.process_model][0]
+    if load is None:
+        return None
+    return attention_length(configuration(load))
 
 
 def reward_settings(config: SamplingCommand) -> RewardModelSettings:

@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from openrlhf.cluster.worker_group import Call, WorkerGroup, gather
 from openrlhf.config.learning import RLFlags
 from openrlhf.core.batches import Experience, TokenRows
+from openrlhf.data.batching import row_costs
 from openrlhf.observability.metrics import Metric, merge_all
 from openrlhf.trainers.pretraining_mix import PretrainingMix
 from openrlhf.trainers.update_plan import RankUpdate, plan_update
@@ -44,13 +45,13 @@ class ModelUpdate:
     def _launch_critic(self, critic: WorkerGroup, experience: Experience, step: int) -> list[Call]:
         read = experience.only(*CriticWorker.reads)
         updates: list[Update] = []
-        for plan in self._plan(experience, critic.slices, step):
+        for plan in self._plan(experience, critic, step):
             updates.append(Update(experience=read.select(plan.rows), steps=plan.steps))
         return critic.launch(CriticWorker.update, updates)
 
     def _launch_policy(self, experience: Experience, step: int, kl_coef: float) -> list[Call]:
         read = experience.only(*PolicyWorker.reads)
-        plans = self._plan(experience, self.policy.slices, step)
+        plans = self._plan(experience, self.policy, step)
         texts = self._pretraining_texts(step, len(plans[0].steps))
         updates: list[PolicyUpdate] = []
         for plan, text in zip(plans, texts, strict=True):
@@ -65,13 +66,15 @@ class ModelUpdate:
         with self.weights.sending:  # wait until no engine is receiving weights
             return self.policy.launch(PolicyWorker.update, updates)
 
-    def _plan(self, experience: Experience, slices: int, step: int) -> Sequence[RankUpdate]:
-        """Return each data slice's rows for every optimizer step."""
+    def _plan(
+        self, experience: Experience, workers: WorkerGroup, step: int
+    ) -> Sequence[RankUpdate]:
+        """Return the rows of each of the workers' data slices for every optimizer step."""
         train = self.config.train
         return plan_update(
-            experience.lengths.tolist(),
+            row_costs(experience.lengths.tolist(), workers.attention_length),
             episodes=experience.episode_of_row.tolist(),
-            ranks=slices,
+            ranks=workers.slices,
             batch_size=train.batch_size,
             epochs=train.max_epochs,
             seed=train.seed + step,
@@ -82,8 +85,12 @@ class ModelUpdate:
 
         Without the flag, every list is empty.
         """
-        slices = self.policy.slices
+        policy = self.policy
         if not self.pretraining:
-            return [[] for _ in range(slices)]
+            return [[] for _ in range(policy.slices)]
         first = step * self.config.updates_of(self.config.rollout.batch_size)
-        return self.pretraining.for_ranks(range(first, first + optimizer_steps), slices)
+        return self.pretraining.for_ranks(
+            range(first, first + optimizer_steps),
+            policy.slices,
+            attention_length=policy.attention_length,
+        )

@@ -7,7 +7,7 @@ from itertools import islice
 import torch
 
 from openrlhf.core.batches import TokenRows
-from openrlhf.data.batching import ResumableSampler
+from openrlhf.data.batching import ResumableSampler, row_costs
 from openrlhf.data.sft import SFTDataset
 from openrlhf.trainers.update_plan import distribute
 
@@ -35,8 +35,10 @@ class PretrainingMix:
             drawn += islice(order, self.batch_size - len(drawn))
         return drawn
 
-    def for_ranks(self, optimizer_steps: Sequence[int], ranks: int) -> list[list[TokenRows]]:
-        """Return each rank's rows, as one batch per optimizer step.
+    def for_ranks(
+        self, optimizer_steps: Sequence[int], ranks: int, *, attention_length: int | None = None
+    ) -> list[list[TokenRows]]:
+        """Return each rank's rows, as one batch per optimizer step, with similar `row_costs`.
 
         A rank that would have no rows gets one row whose loss mask is all false.
         """
@@ -46,7 +48,8 @@ class PretrainingMix:
             batch = TokenRows.from_lists(
                 [row.tokens for row in rows], [row.loss_mask for row in rows]
             )
-            parts = distribute(batch.lengths.tolist(), range(len(rows)), ranks)
+            costs = row_costs(batch.lengths.tolist(), attention_length)
+            parts = distribute(costs, range(len(rows)), ranks)
             for texts, places in zip(per_rank, parts, strict=True):
                 part = batch.select(places or [0])
                 if not places:

@@ -19,6 +19,7 @@ from openrlhf.cluster.worker_group import WorkerGroup, gather
 from openrlhf.config.rollout import RewardConfig
 from openrlhf.core.batches import Experience, Ragged, turn_reward_column
 from openrlhf.core.trajectory import Trajectory
+from openrlhf.data.batching import row_costs
 from openrlhf.observability.metrics import Last, Metric
 from openrlhf.rewards.protocol import combined
 from openrlhf.trainers.update_plan import distribute
@@ -131,10 +132,10 @@ def launch_scoring(
     values per row: (B,) or (B, K). The rows are split into data slices, and the results are put
     back in row order.
     """
-    lengths = batch.lengths.tolist()
+    costs = row_costs(batch.lengths.tolist(), workers.attention_length)
     # A slice without rows gets the first row, because some forward passes are collective. This does
     # not change the result.
-    parts = [rows or [0] for rows in distribute(lengths, range(len(lengths)), workers.slices)]
+    parts = [rows or [0] for rows in distribute(costs, range(len(costs)), workers.slices)]
     calls = workers.launch(method, batch.split(parts))
 
     def collect(timeout_s: float) -> Tensor:

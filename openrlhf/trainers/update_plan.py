@@ -23,7 +23,7 @@ class RankUpdate:
 
 
 def plan_update(
-    lengths: Sequence[int],
+    costs: Sequence[int],
     *,
     ranks: int,
     batch_size: int,
@@ -33,27 +33,27 @@ def plan_update(
 ) -> list[RankUpdate]:
     """Split rows into optimizer steps of `batch_size` episodes, balanced over the ranks.
 
-    `lengths` has the number of tokens in each row. `episodes` has the number of each row's episode;
-    by default, every row is its own episode. An episode's rows are in the same step. Each epoch is
-    reshuffled. The rows left over after full batches form a last, smaller step, because they were
-    generated at full cost. The plan depends only on the arguments.
+    `costs` has the relative compute of each row (`row_costs`). `episodes` has the number of each
+    row's episode; by default, every row is its own episode. An episode's rows are in the same step.
+    Each epoch is reshuffled. The rows left over after full batches form a last, smaller step,
+    because they were generated at full cost. The plan depends only on the arguments.
     """
     generator = torch.Generator().manual_seed(seed)
     per_rank: list[list[list[int]]] = [[] for _ in range(ranks)]
-    every_episode = _rows_by_episode(range(len(lengths)) if episodes is None else episodes)
+    every_episode = _rows_by_episode(range(len(costs)) if episodes is None else episodes)
     for _ in range(epochs):
         order = torch.randperm(len(every_episode), generator=generator).tolist()
         for first in range(0, len(order), batch_size):
             chosen = [every_episode[place] for place in order[first : first + batch_size]]
             for rank, rows in enumerate(
-                distribute(lengths, list(chain.from_iterable(chosen)), ranks)
+                distribute(costs, list(chain.from_iterable(chosen)), ranks)
             ):
                 per_rank[rank].append(rows)
     return [_with_local_rows(steps) for steps in per_rank]
 
 
-def distribute(lengths: Sequence[int], rows: Sequence[int], ranks: int) -> list[list[int]]:
-    """Distribute `rows` over the ranks so that the ranks' token counts are similar.
+def distribute(costs: Sequence[int], rows: Sequence[int], ranks: int) -> list[list[int]]:
+    """Distribute `rows` over the ranks so that the ranks' total costs are similar.
 
     If there are fewer rows than ranks, some ranks get no rows. Each rank's rows stay in order, so
     that samples of the same prompt are adjacent and a packed micro-batch computes their prompt
@@ -63,7 +63,7 @@ def distribute(lengths: Sequence[int], rows: Sequence[int], ranks: int) -> list[
         alone = [[row] for row in rows]
         return alone + [[] for _ in range(ranks - len(rows))]
     parts: list[list[int]] = []
-    for places in balanced_partition([lengths[row] for row in rows], ranks):
+    for places in balanced_partition([costs[row] for row in rows], ranks):
         parts.append(sorted(rows[place] for place in places))
     return parts
 

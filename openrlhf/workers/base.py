@@ -7,19 +7,21 @@ from typing import Any, ClassVar, Generic, Self, TypeVar
 
 import torch
 from torch import Tensor, nn
-from transformers import PreTrainedTokenizerBase
+from transformers import PretrainedConfig, PreTrainedTokenizerBase
 
 from openrlhf.checkpoints.export import check_disk_room, export_hf
 from openrlhf.checkpoints.reloaded import TrainedState
 from openrlhf.checks import report
 from openrlhf.config.learning import RLFlags, RLTrainConfig
 from openrlhf.config.rollout import RolloutConfig
-from openrlhf.config.shared import LoadingConfig, OptimizerConfig
+from openrlhf.config.shared import DeepSpeedConfig, LoadingConfig, OptimizerConfig
 from openrlhf.core.batches import Experience, Ragged
-from openrlhf.data.batching import batches_of_rows, batches_of_tokens
+from openrlhf.data.batching import batches_of_padded_tokens, batches_of_rows, batches_of_tokens
+from openrlhf.models.cost import attention_length
 from openrlhf.models.loading import LoadSpec
 from openrlhf.models.probe import probe_logits
 from openrlhf.models.proof import prove_layout
+from openrlhf.models.ring_attention import CHUNKS_PER_RANK
 from openrlhf.observability.metrics import Last, Max, Mean, merge_all
 from openrlhf.training.engine import Metrics, StepResult, TrainEngine
 from openrlhf.training.gathered import exported_bytes, exported_parameters
@@ -35,14 +37,15 @@ class MicroBatchLimits:
     """The limits on the rows or tokens in one micro-batch.
 
     If `max_tokens` is set, `size` is ignored. A padded row costs as much as the longest row of its
-    micro-batch, so padded rows are grouped by length, and the longest rows come first. Packed rows
-    keep their order, because a packed micro-batch of only long rows needs more memory than a mixed
-    one.
+    micro-batch, so padded rows are grouped by length, and the longest rows come first. With a limit
+    on rows, packed rows keep their order, because a packed micro-batch of only long rows needs more
+    memory than a mixed one. With a limit on tokens, packed micro-batches have similar costs.
     """
 
     size: int
     max_tokens: int | None = None
     packed: bool = False
+    attention_length: int | None = None  # the model's (`models.cost`); None: tokens are the cost
 
     @classmethod
     def of_forwards(cls, rollout: RolloutConfig, ds: LoadingConfig) -> Self:
@@ -53,6 +56,10 @@ class MicroBatchLimits:
             packed=ds.packing_samples,
         )
 
+    def for_model(self, config: PretrainedConfig) -> Self:
+        """Return the same limits, with the cost of attention in a model."""
+        return replace(self, attention_length=attention_length(config))
+
     @classmethod
     def of_training(cls, train: RLTrainConfig, ds: LoadingConfig) -> Self:
         """Return the limits for forward passes with gradient."""
@@ -61,23 +68,37 @@ class MicroBatchLimits:
             max_tokens = _tokens_per_slice(train.max_tokens_per_gpu, ds)
         return cls(size=train.micro_batch_size, max_tokens=max_tokens, packed=ds.packing_samples)
 
-    def cut(self, lengths: Tensor) -> list[list[int]]:
+    def cut(self, lengths: Tensor, *, at_least: int = 1) -> list[list[int]]:
         """Return the row indices of each micro-batch, for rows of `lengths` tokens.
 
-        Every row is in exactly one micro-batch.
+        Every row is in exactly one micro-batch. There are at least `at_least` micro-batches if
+        there are as many rows.
         """
+        if self.max_tokens and self.packed:
+            return batches_of_tokens(
+                lengths.tolist(),
+                self.max_tokens,
+                attention_length=self.attention_length,
+                at_least=at_least,
+            )
         if self.max_tokens:
-            return batches_of_tokens(lengths.tolist(), self.max_tokens)
+            return batches_of_padded_tokens(lengths.tolist(), self.max_tokens, at_least=at_least)
         if self.packed:
-            return batches_of_rows(range(len(lengths)), self.size)
+            return batches_of_rows(range(len(lengths)), self.size, at_least=at_least)
         longest_first = lengths.argsort(stable=True, descending=True).tolist()
-        return batches_of_rows(longest_first, self.size)
+        return batches_of_rows(longest_first, self.size, at_least=at_least)
 
 
 def _tokens_per_slice(tokens_per_gpu: int | None, ds: LoadingConfig) -> int | None:
-    """Return the token budget of a group of ranks that each compute a part of the same rows."""
+    """Return the token budget of a group of ranks that each compute a part of the same rows.
+
+    A ring gives every rank two chunks of equal length, so an odd budget is rounded down.
+    """
     if tokens_per_gpu is None:
         return None
+    if isinstance(ds, DeepSpeedConfig) and ds.ring_attn_size > 1:
+        even = tokens_per_gpu - tokens_per_gpu % CHUNKS_PER_RANK
+        tokens_per_gpu = max(CHUNKS_PER_RANK, even)
     return tokens_per_gpu * ds.ranks_per_slice
 
 
@@ -90,13 +111,14 @@ def column_of(
 ) -> Tensor:
     """Run `forward` on all micro-batches, and return its values for all tokens as a column (N,).
 
-    Under ZeRO 3, a forward pass is collective: a rank with fewer micro-batches than other ranks
-    repeats its last micro-batch.
+    Under ZeRO 3, a forward pass is collective: a rank with fewer rows than another rank has
+    micro-batches repeats its last micro-batch.
     """
     micro_batches = limits.cut(batch.lengths)
     rounds = len(micro_batches)
     if strategy.config.zero_stage == 3:
         rounds = int(strategy.all_reduce([rounds], "max")[0])
+        micro_batches = limits.cut(batch.lengths, at_least=rounds)
     column = torch.zeros(batch.num_tokens)
     for number in range(rounds):
         rows = micro_batches[min(number, len(micro_batches) - 1)]
@@ -167,6 +189,8 @@ class TrainedWorker(ABC, Generic[Job]):
         self.engine = TrainEngine(
             strategy, load_model, optimizer, total_steps=settings.total_steps, name=self.name
         )
+        self.train_limits = self.train_limits.for_model(self.engine.hf.config)
+        self.forward_limits = self.forward_limits.for_model(self.engine.hf.config)
         found = prove_layout(self.engine.module)
         if strategy.is_main:
             found += check_disk_room(self.config.ckpt.output_dir, exported_bytes(self.engine))
@@ -223,7 +247,21 @@ class TrainedWorker(ABC, Generic[Job]):
         batch = job.experience.select(rows or [0])
         if not rows:
             batch = replace(batch, action_mask=torch.zeros_like(batch.action_mask))
-        return batch.split(self.train_limits.cut(batch.lengths))
+        return batch.split(self.micro_batches(batch.lengths))
+
+    def micro_batches(self, lengths: Tensor) -> list[list[int]]:
+        """Return the rows of each micro-batch of an optimizer step. Collective with a token budget.
+
+        With a token budget, all ranks that have enough rows get the same number of micro-batches.
+        Otherwise, a rank with fewer micro-batches would have to repeat its last one, because
+        backward passes are collective under ZeRO 2 and 3.
+        """
+        limits = self.train_limits
+        rows = limits.cut(lengths)
+        if limits.max_tokens:
+            [most] = self.strategy.all_reduce([len(rows)], "max")
+            rows = limits.cut(lengths, at_least=int(most))
+        return rows
 
     def has_moved_enough(self, metrics: Metrics) -> bool:
         """Return whether to skip the remaining optimizer steps of the update.

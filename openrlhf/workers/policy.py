@@ -144,7 +144,7 @@ class PolicyWorker(TrainedWorker[PolicyUpdate]):
         """
         window: list[Experience | TokenRows] = [*super().window(job, number)]
         for text in job.pretraining[number : number + 1]:
-            window += text.split(self.train_limits.cut(text.lengths))
+            window += text.split(self.micro_batches(text.lengths))
         return window
 
     def counts(self, micro: Experience | TokenRows) -> Mapping[str, float]:

@@ -9,12 +9,20 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
+from openrlhf.config.learning import RLTrainConfig
+from openrlhf.config.shared import DeepSpeedConfig
+from openrlhf.core.batches import TokenRows
 from openrlhf.data.batching import (
     ResumableSampler,
     balanced_partition,
+    batches_of_padded_tokens,
     batches_of_rows,
     batches_of_tokens,
+    row_costs,
 )
+from openrlhf.models.ring_attention import RingRow
+from openrlhf.models.shared_prefixes import SharedPrefixes
+from openrlhf.ring import Ring
 from openrlhf.workers.base import MicroBatchLimits
 
 LENGTHS = st.lists(st.integers(1, 50), min_size=1, max_size=40)
@@ -100,6 +108,108 @@ def test_number_of_micro_batches_is_close_to_the_minimum(lengths: list[int], bud
     """Otherwise, two micro-batches could be merged without exceeding the budget."""
     batches = batches_of_tokens(lengths, budget)
     assert len(batches) <= max(1, 2 * sum(lengths) / budget)
+
+
+# Long-tailed lengths, including rows that exceed a budget, and models whose attention costs little
+# (a large attention length), much, or nothing.
+ANY_LENGTHS = st.lists(st.one_of(st.integers(1, 12), st.integers(1, 400)), min_size=1, max_size=40)
+ATTENTION = st.one_of(st.none(), st.integers(1, 10_000))
+
+
+@given(ANY_LENGTHS, st.integers(1, 300), ATTENTION, st.integers(1, 50))
+def test_token_budget_holds_for_every_cost_and_number_of_batches(
+    lengths: list[int], budget: int, attention: int | None, at_least: int
+) -> None:
+    fewest = batches_of_tokens(lengths, budget, attention_length=attention)
+    batches = batches_of_tokens(lengths, budget, attention_length=attention, at_least=at_least)
+    assert rows_of(batches) == list(range(len(lengths)))
+    for rows in batches:
+        assert len(rows) == 1 or sum(lengths[row] for row in rows) <= budget
+    # Ranks that agree on the largest number of batches get that number if they have enough rows.
+    assert len(batches) == max(len(fewest), min(at_least, len(lengths)))
+
+
+@given(st.lists(ANY_LENGTHS, min_size=1, max_size=5), st.integers(1, 300), ATTENTION)
+def test_ranks_with_enough_rows_run_equally_many_micro_batches(
+    ranks: list[list[int]], budget: int, attention: int | None
+) -> None:
+    limits = MicroBatchLimits(size=1, max_tokens=budget, packed=True, attention_length=attention)
+    tensors = [torch.tensor(lengths) for lengths in ranks]
+    most = max(len(limits.cut(lengths)) for lengths in tensors)
+    for lengths in tensors:
+        assert len(limits.cut(lengths, at_least=most)) == min(most, len(lengths))
+
+
+@given(ANY_LENGTHS, ATTENTION, st.data())
+def test_costs_of_ranks_differ_by_at_most_the_largest_row(
+    lengths: list[int], attention: int | None, data: Any
+) -> None:
+    costs = row_costs(lengths, attention)
+    ranks = data.draw(st.integers(1, len(lengths)))
+    totals = tokens_of(balanced_partition(costs, ranks), costs)
+    assert max(totals) - min(totals) <= max(costs)
+
+
+def test_attention_makes_one_long_row_cost_more_than_short_rows_with_as_many_tokens() -> None:
+    """With A = 100, 4 rows of 100 tokens cost 4 · 100 · 200 and a row of 400 costs 400 · 500."""
+    lengths = [400, *[100] * 6]
+    assert row_costs([400, 100], 100) == [200_000, 20_000]
+    assert balanced_partition(row_costs(lengths, 100), 2) == [[0], [1, 2, 3, 4, 5, 6]]
+    by_tokens = balanced_partition(row_costs(lengths, None), 2)
+    assert sorted(tokens_of(by_tokens, lengths)) == [500, 500]
+
+
+@given(ANY_LENGTHS, st.integers(1, 300), st.integers(1, 50))
+def test_padding_counts_toward_the_token_budget(
+    lengths: list[int], budget: int, at_least: int
+) -> None:
+    limits = MicroBatchLimits(size=1, max_tokens=budget)
+    batches = limits.cut(torch.tensor(lengths), at_least=at_least)
+    assert rows_of(batches) == list(range(len(lengths)))
+    for rows in batches:
+        assert len(rows) == 1 or len(rows) * max(lengths[row] for row in rows) <= budget
+    fewest = batches_of_padded_tokens(lengths, budget)
+    assert len(batches) == max(len(fewest), min(at_least, len(lengths)))
+
+
+@given(ANY_LENGTHS, st.integers(1, 300), st.integers(1, 8), st.integers(1, 3))
+def test_rank_of_a_ring_never_holds_more_tokens_than_its_budget(
+    lengths: list[int], budget: int, sp: int, tp: int
+) -> None:
+    ds = DeepSpeedConfig(ring_attn_size=sp, tensor_parallel_size=tp, packing_samples=True)
+    train = RLTrainConfig(dynamic_batch_enable=True, max_tokens_per_gpu=budget)
+    limits = MicroBatchLimits.of_training(train, ds)
+    ring = Ring(group=None, ranks=tuple(range(sp)), rank=0)
+    for rows in limits.cut(torch.tensor(lengths)):
+        held = sum(lengths[row] for row in rows)
+        if sp > 1:
+            row = RingRow(ring, [lengths[row] for row in rows])
+            held = len(row.places(torch.device("cpu")))
+        # Tensor-parallel ranks share the channels of the same tokens.
+        assert len(rows) == 1 or held <= budget * tp
+
+
+@given(
+    st.lists(st.integers(1, 30), min_size=1, max_size=12),
+    st.integers(0, 60),
+    st.integers(1, 300),
+    st.integers(1, 4),
+)
+def test_shared_prefixes_only_reduce_the_tokens_of_a_micro_batch(
+    answers: list[int], prompt: int, budget: int, prompts: int
+) -> None:
+    lengths = [prompt + answer for _ in range(prompts) for answer in answers]
+    rows_of_prompts = [number for number in range(prompts) for _ in answers]
+    for batch in batches_of_tokens(lengths, budget, attention_length=50):
+        texts = []
+        for row in batch:
+            own = 1000 * (row + 1)
+            tail = list(range(own, own + lengths[row] - prompt))
+            texts.append([rows_of_prompts[row]] * prompt + tail)
+        rows = TokenRows.from_lists(texts, [[True] * len(text) for text in texts])
+        shared = SharedPrefixes.of(rows.tokens, rows.offsets)
+        computed = rows.num_tokens if shared is None else len(shared.computed)
+        assert len(batch) == 1 or computed <= budget
 
 
 def test_padded_rows_are_grouped_by_length_and_packed_rows_stay_in_order() -> None:

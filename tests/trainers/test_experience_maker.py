@@ -304,6 +304,7 @@ class Workers:
     """A worker group that responds immediately and records which columns it received."""
 
     role = "role"
+    attention_length = None
 
     def __init__(self, answer: Callable[[Any], torch.Tensor], *, slices: int = 1) -> None:
         self.answer = answer

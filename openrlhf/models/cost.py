@@ -1,0 +1,38 @@
+"""The compute of a sequence, as a function of its length.
+
+A token's pass through a decoder with N weights takes 2·N operations for the products with weights
+and 2·L·d·n for causal attention over a sequence of n tokens, with L layers and d channels in all
+heads of a layer (Kaplan et al. 2020, table 1, arXiv:2001.08361). A sequence therefore costs
+2·n·(N + L·d·n), which is proportional to n·(A + n) with A = N / (L·d). The backward pass costs
+twice as much, and gradient checkpointing another forward pass, for both terms.
+"""
+
+from typing import Any
+
+from transformers import PretrainedConfig
+
+
+def attention_length(config: PretrainedConfig) -> int | None:
+    """Return A, the length in tokens at which attention costs as much as products with weights.
+
+    N counts the weights that a token uses: its experts, and the output layer. Only layers with full
+    attention count as layers with attention; windows and linear attention cost the same for every
+    token. Returns None if no layer has full attention, so that the cost is linear.
+    """
+    text: Any = config.get_text_config()
+    layers = text.num_hidden_layers
+    kinds = getattr(text, "layer_types", None) or ["full_attention"] * layers
+    attending = kinds.count("full_attention")
+    if not attending:
+        return None
+    hidden = text.hidden_size
+    heads = text.num_attention_heads
+    head_size = getattr(text, "head_dim", None) or hidden // heads
+    key_heads = getattr(text, "num_key_value_heads", None) or heads
+    attention = 2 * hidden * head_size * (heads + key_heads)  # Q and O, K and V
+    experts = getattr(text, "num_experts_per_tok", None) or 1
+    inner = getattr(text, "intermediate_size", None) or 4 * hidden
+    if experts > 1:
+        inner = getattr(text, "moe_intermediate_size", None) or inner
+    weights = layers * (attention + 3 * hidden * inner * experts) + hidden * text.vocab_size
+    return max(1, weights // (attending * heads * head_size))
