@@ -20,19 +20,26 @@ def attention_length(config: PretrainedConfig) -> int | None:
     token. Returns None if no layer has full attention, so that the cost is linear.
     """
     text: Any = config.get_text_config()
-    layers = text.num_hidden_layers
+
+    def number(name: str, default: int) -> int:
+        value = getattr(text, name, None)
+        if isinstance(value, int) and value > 0:
+            return value
+        return default  # unknown to this architecture, or different in each layer
+
+    hidden, layers = number("hidden_size", 0), number("num_hidden_layers", 0)
+    heads = number("num_attention_heads", 0)
     kinds = getattr(text, "layer_types", None) or ["full_attention"] * layers
     attending = kinds.count("full_attention")
-    if not attending:
+    if not (hidden and heads and attending):
         return None
-    hidden = text.hidden_size
-    heads = text.num_attention_heads
-    head_size = getattr(text, "head_dim", None) or hidden // heads
-    key_heads = getattr(text, "num_key_value_heads", None) or heads
+    head_size = number("head_dim", hidden // heads)
+    key_heads = number("num_key_value_heads", heads)
     attention = 2 * hidden * head_size * (heads + key_heads)  # Q and O, K and V
-    experts = getattr(text, "num_experts_per_tok", None) or 1
-    inner = getattr(text, "intermediate_size", None) or 4 * hidden
+    experts = number("num_experts_per_tok", 1)
+    inner = number("intermediate_size", 4 * hidden)
     if experts > 1:
-        inner = getattr(text, "moe_intermediate_size", None) or inner
-    weights = layers * (attention + 3 * hidden * inner * experts) + hidden * text.vocab_size
+        inner = number("moe_intermediate_size", inner)
+    mlp = 3 * hidden * inner * experts
+    weights = layers * (attention + mlp) + hidden * number("vocab_size", 0)
     return max(1, weights // (attending * heads * head_size))
