@@ -202,15 +202,15 @@ class RoleMemory:
             step = 0 if role.adam_offload else 4 * self.trained  # flattened before they are divided
             extra = bucket if self.constants.device == "cuda" else 0
             return Gradients(kept=whole, backward=extra, step=step, host=host)
+        # gradients are freed once their bucket is full
+        pending = role.width * min(self.trained, REDUCE_BUCKET)
         if role.adam_offload:
             bucket += role.width * self._largest_trained()
             if not has_copies:
-                return Gradients(backward=bucket, host=host + 4 * owned)
+                return Gradients(backward=bucket + pending, step=pending, host=host + 4 * owned)
         if has_copies:
-            # gradients are freed once their bucket is full
-            pending = role.width * min(self.trained, REDUCE_BUCKET) + 4 * self._largest_trained()
+            pending += 4 * self._largest_trained()
             return Gradients(kept=g * owned, backward=bucket + pending, host=host)
-        pending = role.width * min(self.trained, REDUCE_BUCKET)  # until their bucket is full
         backward = bucket + pending - g * owned
         return Gradients(kept=g * owned, backward=backward, step=4 * owned)
 
@@ -255,6 +255,8 @@ class RoleMemory:
         usage += Usage(weights=self.resting_bytes)
         if role.trained:
             usage += Usage(optimizer=self._sampled_bytes())
+        else:
+            usage += Usage(weights=self.gathered_bytes)  # kept after a pass
         if role.sleeps and not awake:
             return usage
         if not role.adam_offload:
@@ -266,6 +268,8 @@ class RoleMemory:
         role = self.role
         if role.param_offload and not role.sharded:
             return Usage(weights=self.whole_bytes)
+        if not role.trained:
+            return Usage()  # `idle` counts them
         return Usage(weights=self.gathered_bytes)
 
     def loaded(self) -> Usage:
@@ -435,6 +439,8 @@ def predict_host(role: ModelRole, constants: Constants) -> dict[Instant, Usage]:
     weights, state = memory.on_host
     kept = Usage(weights=weights, optimizer=state)
     usage = dict.fromkeys(Instant, kept)
+    # The first step creates the gradients of an offloaded optimizer.
+    usage[Instant.LOAD] += Usage(optimizer=-memory.gradients.host)
     if not role.sleeps:
         return usage
     asleep = kept + Usage(optimizer=memory.optimizer_bytes, gradients=memory.gradients.idle)

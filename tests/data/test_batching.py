@@ -20,7 +20,7 @@ from openrlhf.data.batching import (
     batches_of_tokens,
     row_costs,
 )
-from openrlhf.models.ring_attention import RingRow
+from openrlhf.models.ring_attention import CHUNKS_PER_RANK, RingRow
 from openrlhf.models.shared_prefixes import SharedPrefixes
 from openrlhf.ring import Ring
 from openrlhf.workers.base import MicroBatchLimits
@@ -172,7 +172,7 @@ def test_padding_counts_toward_the_token_budget(
     assert len(batches) == max(len(fewest), min(at_least, len(lengths)))
 
 
-@given(ANY_LENGTHS, st.integers(1, 300), st.integers(1, 8), st.integers(1, 3))
+@given(ANY_LENGTHS, st.integers(CHUNKS_PER_RANK, 300), st.integers(1, 8), st.integers(1, 3))
 def test_rank_of_a_ring_never_holds_more_tokens_than_its_budget(
     lengths: list[int], budget: int, sp: int, tp: int
 ) -> None:

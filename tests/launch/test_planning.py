@@ -24,7 +24,11 @@ MIB = 2**20
 
 @pytest.fixture(autouse=True)
 def undo_globals(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Restore the number of GPUs and processes that a plan sets."""
+    """Restore the number of GPUs and processes that a plan sets.
+
+    With several processes, a command that fails ends its process, which would be the tests' own.
+    """
+    monkeypatch.setattr("openrlhf.cli.common.leave", lambda status: None)
     monkeypatch.setattr(machine, "cluster_gpus", None)
     monkeypatch.setenv("WORLD_SIZE", "1")
 

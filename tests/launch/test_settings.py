@@ -166,6 +166,6 @@ def test_dry_run_prints_number_of_steps(
     monkeypatch.setattr(reinforcement, "show_prompts", lambda *_: None)
     plan: Any = SimpleNamespace(on_gpus=False, check=lambda _: {}, describe=lambda _: "")
     data: Any = SimpleNamespace(train=range(10))
-    reinforcement.show_plan(config, data, plan)
+    reinforcement.show_plan(config, data, plan, memory=None)
     assert f"10 prompts, {steps} step(s) of 4 prompts" in capsys.readouterr().out
     assert config.step_sizes(10) == sizes

@@ -57,7 +57,8 @@ def test_preview_warns_about_reward_that_does_not_expect_the_eos_token(
 
 def test_preview_quotes_each_distinct_error_once(pool: ProcessPool, tmp_path: Path) -> None:
     said = line(pool, tmp_path, "raise ValueError('no such label')")
-    assert said.startswith("The reward failed on 6 of 6") and said.count("no such label") == 1
+    assert said.startswith("The reward failed on 6 of 6")
+    assert said.count("ValueError: no such label") == 1
     said = line(pool, tmp_path, "return {'2': 'two', '4': [1.0] * 5}.get(labels[0], 0.0)")
     assert said.startswith("The reward failed on 4 of 6")
     assert said.count("'two'") == 1 and said.count("returned 5 rewards") == 1
