@@ -128,6 +128,7 @@ def test_agent_that_uses_only_the_openai_client_trains(workspace: Path) -> None:
     assert column(workspace / "chat", "train/tool_calls") == [0, 0, 0]
 
 
+@pytest.mark.verify
 def test_episodes_that_a_served_judge_or_teacher_cannot_score_are_dropped(
     workspace: Path, tmp_path: Path
 ) -> None:

@@ -134,6 +134,7 @@ def test_every_sample_has_one_weight_version_without_partial_rollouts(workspace:
 
 
 @pytest.mark.usefixtures("cluster")
+@pytest.mark.verify
 def test_flash_reinforce_masks_stale_answers_whose_divergence_exceeds_the_threshold(
     workspace: Path,
 ) -> None:

@@ -90,6 +90,7 @@ def test_killed_run_resumes_with_the_same_metrics_and_pretraining_text(
     assert numbers(folder) == numbers(whole)
 
 
+@pytest.mark.verify
 def test_run_stops_at_the_step_whose_kl_exceeds_the_limit(whole: Path, workspace: Path) -> None:
     """The learning rate is so large that the KL keeps growing.
 

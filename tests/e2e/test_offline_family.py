@@ -283,6 +283,7 @@ def test_process_reward_model_distinguishes_correct_from_wrong_steps(step_judge:
     assert last(folder, "eval/eval acc") > 0.9
 
 
+@pytest.mark.verify
 def test_process_reward_model_scores_the_steps_of_an_episode(
     workspace: Path, step_judge: Path
 ) -> None:

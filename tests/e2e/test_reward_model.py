@@ -196,6 +196,7 @@ def test_rewards_in_rl_match_plain_transformers(reward_model: Path, ppo: Path) -
         assert row["reward"] == pytest.approx(score, abs=1e-5)
 
 
+@pytest.mark.verify
 def test_served_reward_model_gives_the_same_rewards_as_a_local_one(
     workspace: Path, reward_model: Path, ppo: Path
 ) -> None:
