@@ -341,12 +341,8 @@ def _attention(
         outputs = {"qkv_proj": queries + 2 * keys}
     weights: list[Weight] = []
     for name, width in outputs.items():
-        weights.append(Weight(f"{prefix}{name}.weight", (width, hidden)))
-        if qkv_bias:
-            weights.append(Weight(f"{prefix}{name}.bias", (width,)))
-    weights.append(Weight(f"{prefix}o_proj.weight", (hidden, queries)))
-    if output_bias:
-        weights.append(Weight(f"{prefix}o_proj.bias", (hidden,)))
+        weights += _linear(prefix + name, width, hidden, bias=qkv_bias)
+    weights += _linear(f"{prefix}o_proj", hidden, queries, bias=output_bias)
     if family.qk_norm:
         normed = (queries, keys)
         if family.qk_norm == "head":
@@ -365,12 +361,15 @@ def _mlp(
         outputs = {"gate_up_proj": 2 * width}
     weights: list[Weight] = []
     for name, size in outputs.items():
-        weights.append(Weight(f"{prefix}{name}.weight", (size, hidden)))
-        if has_bias:
-            weights.append(Weight(f"{prefix}{name}.bias", (size,)))
-    weights.append(Weight(f"{prefix}down_proj.weight", (hidden, width)))
-    if has_bias:
-        weights.append(Weight(f"{prefix}down_proj.bias", (hidden,)))
+        weights += _linear(prefix + name, size, hidden, bias=has_bias)
+    return weights + _linear(f"{prefix}down_proj", hidden, width, bias=has_bias)
+
+
+def _linear(name: str, outputs: int, inputs: int, *, bias: bool) -> list[Weight]:
+    """Return the weights of a linear layer."""
+    weights = [Weight(f"{name}.weight", (outputs, inputs))]
+    if bias:
+        weights.append(Weight(f"{name}.bias", (outputs,)))
     return weights
 
 
