@@ -11,6 +11,7 @@ from transformers import AutoModelForCausalLM
 
 from openrlhf.algorithms.orthogonal import orthogonalized
 from tests.reference.muon import Muon, newton_schulz
+from tests.reference.supervised import mean_loss
 from tests.training.optimizer_worker import MUON, OPTIMIZER, STEPS, Case, run_all
 from tests.training.window_worker import batch
 
@@ -41,14 +42,8 @@ def reference(folder: Path, case: Case) -> list[dict[str, Tensor]]:
     weights = [{name: p.detach().clone() for name, p in parameters.items()}]
     for step in range(STEPS):
         rows = batch(step)
-        total, loss = int(rows.loss_mask.sum()), torch.zeros((), dtype=torch.float64)
-        for row in range(rows.num_samples):
-            one = rows.select([row])
-            logprobs = torch.log_softmax(hf(one.tokens[None]).logits[0], -1)
-            for t in one.loss_mask.nonzero()[:, 0].tolist():
-                loss = loss - logprobs[t - 1, one.tokens[t]]
         hf.zero_grad()
-        ((10.0 if step == 0 else 1.0) * loss / total).backward()
+        ((10.0 if step == 0 else 1.0) * mean_loss(hf, rows)).backward()
         if case.max_norm:
             torch.nn.utils.clip_grad_norm_(parameters.values(), case.max_norm)
         others.step()

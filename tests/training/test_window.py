@@ -11,6 +11,7 @@ import torch
 from transformers import AutoModelForCausalLM
 
 from tests.ranks import run_ranks
+from tests.reference.supervised import mean_loss
 from tests.tiny import save_tiny_model
 from tests.training.window_worker import OPTIMIZER, STEPS, batch
 
@@ -48,14 +49,8 @@ def plain(model: str) -> dict[str, Any]:
     norms = []
     for step in range(STEPS):
         rows = batch(step)
-        total, loss = int(rows.loss_mask.sum()), torch.zeros((), dtype=torch.float64)
-        for row in range(rows.num_samples):
-            one = rows.select([row])
-            logprobs = torch.log_softmax(hf(one.tokens[None]).logits[0], -1)
-            for t in one.loss_mask.nonzero()[:, 0].tolist():
-                loss = loss - logprobs[t - 1, one.tokens[t]]
         optimizer.zero_grad()
-        (loss / total).backward()
+        mean_loss(hf, rows).backward()
         norms.append(float(torch.nn.utils.clip_grad_norm_(hf.parameters(), OPTIMIZER.max_norm)))
         optimizer.step()
     return {"norms": norms, "weights": dict(hf.named_parameters())}
