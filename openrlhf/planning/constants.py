@@ -9,7 +9,7 @@ MIB = 2**20
 
 @dataclass(frozen=True, kw_only=True)
 class Constants:
-    """What the formulas cannot derive: sizes of libraries, and factors on the counted bytes."""
+    """Numbers that the formulas cannot derive: sizes of libraries, and factors on counted bytes."""
 
     device: str  # "cpu" or "cuda"
     measured: bool  # False: estimates that no measurement has confirmed yet

@@ -50,7 +50,7 @@ OFFLINE = {
 
 @dataclass(frozen=True, kw_only=True)
 class Limits:
-    """What a machine allows."""
+    """The limits of a machine."""
 
     minutes: float = 15  # all calls together
     per_command: float = 10  # minutes of one call
