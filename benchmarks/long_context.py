@@ -24,9 +24,10 @@ import torch
 from transformers import AutoModelForCausalLM, LlamaConfig
 
 from openrlhf.algorithms.supervised_losses import token_nll
+from openrlhf.config.optimizer import OptimizerConfig
 from openrlhf.config.options import parse_config
 from openrlhf.config.ppo import PPOConfig
-from openrlhf.config.shared import DeepSpeedConfig, LoadingConfig, OptimizerConfig
+from openrlhf.config.shared import DeepSpeedConfig, LoadingConfig
 from openrlhf.core.batches import Experience, TokenRows, offsets_of
 from openrlhf.core.trajectory import Prompt, StopReason, Trajectory
 from openrlhf.launch import settings

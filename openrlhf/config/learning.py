@@ -9,6 +9,7 @@ from openrlhf.config import choices, shared
 from openrlhf.config.algorithm import CORRECTION_DETAILS, AlgoConfig
 from openrlhf.config.commands import Root
 from openrlhf.config.flags import Unused, derived, option
+from openrlhf.config.optimizer import AdamConfig, OptimizerConfig
 from openrlhf.config.rollout import (
     AGENT,
     FUNCTION,
@@ -30,7 +31,7 @@ FROZEN = (
 REWARD_MODEL = "--reward.model_name_or_path"
 
 
-class ActorConfig(shared.GroupConfig, shared.TrainedModelConfig, shared.OptimizerConfig):
+class ActorConfig(shared.GroupConfig, shared.TrainedModelConfig, OptimizerConfig):
     """The policy; the reference is its initial copy."""
 
     policy_loss_type: str = option("ppo", "Policy loss.", choices=choices.POLICY_LOSSES)
@@ -47,10 +48,10 @@ class ActorConfig(shared.GroupConfig, shared.TrainedModelConfig, shared.Optimize
     freeze_visual_encoder: bool = option(
         False, "Train only the language part of a vision model.", not_yet="leave it out"
     )
-    adam: shared.AdamConfig = shared.AdamConfig(lr=1e-6)
+    adam: AdamConfig = AdamConfig(lr=1e-6)
 
 
-class CriticConfig(shared.GroupConfig, shared.OptimizerConfig):
+class CriticConfig(shared.GroupConfig, OptimizerConfig):
     """The critic (estimator gae)."""
 
     model_name_or_path: str | None = option(
@@ -59,7 +60,7 @@ class CriticConfig(shared.GroupConfig, shared.OptimizerConfig):
     value_clip: float = option(0.5, "Clip range of the values.", gt=0)
     freezing_steps: int = option(-1, "Number of initial steps that train only the critic.", ge=-1)
     save_value_network: bool = option(False, "Export the critic at the end of the run.")
-    adam: shared.AdamConfig = shared.AdamConfig(lr=9e-6)
+    adam: AdamConfig = AdamConfig(lr=9e-6)
 
 
 class RefConfig(shared.GroupConfig):

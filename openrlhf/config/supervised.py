@@ -8,9 +8,10 @@ from typing import Any, ClassVar
 from openrlhf.config import choices, machine, rules, shared, training_rules
 from openrlhf.config.commands import Root
 from openrlhf.config.flags import Section, Unused, option, required, text_of
+from openrlhf.config.optimizer import AdamConfig, OptimizerConfig
 
 
-class SupervisedConfig(shared.OptimizerConfig, Root):
+class SupervisedConfig(OptimizerConfig, Root):
     """Base class of the offline commands."""
 
     model: shared.ModelConfig = shared.ModelConfig()
@@ -234,7 +235,7 @@ class DPOConfig(ReferencedConfig):
 
     ckpt: shared.CheckpointConfig = shared.CheckpointConfig(path="./ckpt/checkpoints_dpo")
     logger: shared.LoggerConfig = shared.logger_of("openrlhf_train_dpo")
-    adam: shared.AdamConfig = shared.AdamConfig(lr=1e-5)
+    adam: AdamConfig = AdamConfig(lr=1e-5)
     eval: shared.EvalConfig = shared.EvalConfig(split="test")
     model: DPOModelConfig = DPOModelConfig()
     ref: DPOReferenceConfig = DPOReferenceConfig()
@@ -294,7 +295,7 @@ class KTOConfig(ReferencedConfig):
 
     ckpt: shared.CheckpointConfig = shared.CheckpointConfig(path="./ckpt/checkpoints_kto")
     logger: shared.LoggerConfig = shared.logger_of("openrlhf_train_kto")
-    adam: shared.AdamConfig = shared.AdamConfig(lr=1e-5)
+    adam: AdamConfig = AdamConfig(lr=1e-5)
     eval: shared.EvalConfig = shared.EvalConfig(split="test")
     kto: KTOLossConfig = KTOLossConfig()
     data: KTODataConfig = KTODataConfig(input_template="User: {}\nAssistant: ")
@@ -383,7 +384,7 @@ class PRMConfig(SupervisedConfig):
 
     ckpt: shared.CheckpointConfig = shared.CheckpointConfig(path="./ckpt/checkpoints_prm")
     logger: shared.LoggerConfig = shared.logger_of("openrlhf_train_prm")
-    adam: shared.AdamConfig = shared.AdamConfig(lr=1e-6)
+    adam: AdamConfig = AdamConfig(lr=1e-6)
     train: shared.TrainConfig = shared.TrainConfig(micro_batch_size=1)
     eval: shared.EvalConfig = shared.EvalConfig(split="test")
     prm: PRMLossConfig = PRMLossConfig()
@@ -439,7 +440,7 @@ class RMConfig(SupervisedConfig):
 
     ckpt: shared.CheckpointConfig = shared.CheckpointConfig(path="./ckpt/checkpoints_rm")
     logger: shared.LoggerConfig = shared.logger_of("openrlhf_train_rm")
-    adam: shared.AdamConfig = shared.AdamConfig(lr=9e-6)
+    adam: AdamConfig = AdamConfig(lr=9e-6)
     train: shared.TrainConfig = shared.TrainConfig(micro_batch_size=1)
     model: RMModelConfig = RMModelConfig()
     ds: RMDeepSpeedConfig = RMDeepSpeedConfig()

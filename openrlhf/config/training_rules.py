@@ -5,14 +5,9 @@ from pathlib import Path
 from typing import Any
 
 from openrlhf.config.flags import value_at
+from openrlhf.config.optimizer import OptimizerConfig
 from openrlhf.config.rules import is_file
-from openrlhf.config.shared import (
-    CheckpointConfig,
-    DeepSpeedConfig,
-    EvalConfig,
-    OptimizerConfig,
-    TrainedModelConfig,
-)
+from openrlhf.config.shared import CheckpointConfig, DeepSpeedConfig, EvalConfig, TrainedModelConfig
 
 
 def weight_violations(ds: DeepSpeedConfig) -> Iterator[str]:

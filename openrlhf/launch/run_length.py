@@ -3,7 +3,7 @@
 import math
 
 from openrlhf.checks import Finding
-from openrlhf.config.shared import OptimizerConfig
+from openrlhf.config.optimizer import OptimizerConfig
 
 FEWEST_STEPS = 20  # with the default learning rates, fewer steps hardly change a model
 IDLE_SHARE = 0.1  # maximum fraction of steps with a learning rate of 0

@@ -19,7 +19,7 @@ import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
-from openrlhf.config.shared import OptimizerConfig
+from openrlhf.config.optimizer import OptimizerConfig
 from openrlhf.observability.metrics import Metric, merge_all
 from openrlhf.training import devices, ds_config
 from openrlhf.training.averaging import WeightAverage, rank_file

@@ -10,7 +10,7 @@ from torch.optim import Optimizer
 from transformers import get_scheduler
 
 from openrlhf.algorithms.registry import Registry
-from openrlhf.config.shared import OptimizerConfig
+from openrlhf.config.optimizer import OptimizerConfig
 from openrlhf.reporting import warn
 from openrlhf.training.compiling import compiling
 from openrlhf.training.muon import Muon

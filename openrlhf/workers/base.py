@@ -13,8 +13,9 @@ from openrlhf.checkpoints.export import check_disk_room, export_hf
 from openrlhf.checkpoints.reloaded import TrainedState
 from openrlhf.checks import report
 from openrlhf.config.learning import RLFlags, RLTrainConfig
+from openrlhf.config.optimizer import OptimizerConfig
 from openrlhf.config.rollout import RolloutConfig
-from openrlhf.config.shared import DeepSpeedConfig, LoadingConfig, OptimizerConfig
+from openrlhf.config.shared import DeepSpeedConfig, LoadingConfig
 from openrlhf.core.batches import Experience, Ragged
 from openrlhf.data.batching import batches_of_padded_tokens, batches_of_rows, batches_of_tokens
 from openrlhf.models.cost import attention_length

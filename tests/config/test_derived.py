@@ -12,9 +12,10 @@ import pytest
 from openrlhf.config import machine
 from openrlhf.config.flags import amend, value_at
 from openrlhf.config.machine import has_quick_bfloat16  # imported before conftest.py replaces it
+from openrlhf.config.optimizer import SCHEDULERS
 from openrlhf.config.options import parse_config
 from openrlhf.config.ppo import PPOConfig
-from openrlhf.config.shared import SCHEDULERS, CheckpointConfig
+from openrlhf.config.shared import CheckpointConfig
 from openrlhf.config.supervised import SFTConfig
 from openrlhf.config.unsupported import refused_flags
 from tests.config.commands import ROOTS, SMALLEST, parse, ppo, sft, violations

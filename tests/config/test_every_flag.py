@@ -26,8 +26,8 @@ from openrlhf.checkpoints.manager import CheckpointManager
 from openrlhf.config import machine
 from openrlhf.config.flags import FOR_OLDER_SCRIPTS, Flag, Section, amend, flags_of, mentions
 from openrlhf.config.inference import BatchInferenceConfig, ChatConfig, EngineCommand
+from openrlhf.config.optimizer import OptimizerConfig
 from openrlhf.config.ppo import PPOConfig
-from openrlhf.config.shared import OptimizerConfig
 from openrlhf.config.supervised import SupervisedConfig
 from openrlhf.config.unsupported import refusals, refused_flags
 from openrlhf.core.trajectory import Prompt

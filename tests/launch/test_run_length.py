@@ -7,7 +7,7 @@ import math
 import pytest
 import torch
 
-from openrlhf.config.shared import OptimizerConfig
+from openrlhf.config.optimizer import OptimizerConfig
 from openrlhf.launch.run_length import FEWEST_STEPS, IDLE_SHARE, check_steps
 from openrlhf.training.optimizers import make_schedule
 

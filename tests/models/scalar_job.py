@@ -12,7 +12,8 @@ import torch
 from torch import Tensor
 
 from openrlhf.config.machine import world_size
-from openrlhf.config.shared import AdamConfig, DeepSpeedConfig, OptimizerConfig
+from openrlhf.config.optimizer import AdamConfig, OptimizerConfig
+from openrlhf.config.shared import DeepSpeedConfig
 from openrlhf.models.scalar import ScalarModel, last_token_scores, load_scalar
 from openrlhf.training.engine import TrainEngine
 from openrlhf.training.layout import RankLayout

@@ -18,7 +18,8 @@ import torch
 
 from openrlhf.checkpoints.manager import CheckpointManager
 from openrlhf.config.flags import amend
-from openrlhf.config.shared import DeepSpeedConfig, LoraConfig, OptimizerConfig
+from openrlhf.config.optimizer import OptimizerConfig
+from openrlhf.config.shared import DeepSpeedConfig, LoraConfig
 from openrlhf.launch.offline import load_models
 from openrlhf.observability.metrics import merge_all, values
 from openrlhf.training.layout import RankLayout

@@ -13,13 +13,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from openrlhf.config.shared import (
-    AdamConfig,
-    DeepSpeedConfig,
-    LoraConfig,
-    MuonConfig,
-    OptimizerConfig,
-)
+from openrlhf.config.optimizer import AdamConfig, MuonConfig, OptimizerConfig
+from openrlhf.config.shared import DeepSpeedConfig, LoraConfig
 from openrlhf.core.batches import TokenRows
 from openrlhf.models.policy import PolicyModel
 from openrlhf.training.averaging import WeightAverage

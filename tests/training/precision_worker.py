@@ -13,7 +13,8 @@ from torch import Tensor, nn
 from torch.nn.functional import logsigmoid
 
 from openrlhf.config.machine import world_size
-from openrlhf.config.shared import AdamConfig, DeepSpeedConfig, LoraConfig, OptimizerConfig
+from openrlhf.config.optimizer import AdamConfig, OptimizerConfig
+from openrlhf.config.shared import DeepSpeedConfig, LoraConfig
 from openrlhf.models.policy import PolicyModel
 from openrlhf.models.scalar import load_scalar
 from openrlhf.training.averaging import WeightAverage

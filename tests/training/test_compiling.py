@@ -63,7 +63,7 @@ def test_offloaded_adam_is_loaded_despite_a_planted_lock(tmp_path: Path) -> None
     (tmp_path / "cpu_adam" / "lock").touch()
     code = (
         "import torch\n"
-        "from openrlhf.config.shared import OptimizerConfig\n"
+        "from openrlhf.config.optimizer import OptimizerConfig\n"
         "from openrlhf.training.optimizers import make_optimizer\n"
         "print(type(make_optimizer(torch.nn.Linear(2, 2), OptimizerConfig(), offload=True)))\n"
     )

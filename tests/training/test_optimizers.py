@@ -7,7 +7,7 @@ import torch
 from torch import nn
 from transformers import get_scheduler
 
-from openrlhf.config.shared import SCHEDULERS, AdamConfig, MuonConfig, OptimizerConfig
+from openrlhf.config.optimizer import SCHEDULERS, AdamConfig, MuonConfig, OptimizerConfig
 from openrlhf.training.optimizers import OPTIMIZERS, make_optimizer, make_schedule
 
 ADAM = AdamConfig(lr=0.5, betas=(0.8, 0.9), eps=1e-3, weight_decay=0.1)

@@ -13,7 +13,8 @@ from typing import Any
 
 import torch
 
-from openrlhf.config.shared import AdamConfig, DeepSpeedConfig, LoraConfig, OptimizerConfig
+from openrlhf.config.optimizer import AdamConfig, OptimizerConfig
+from openrlhf.config.shared import DeepSpeedConfig, LoraConfig
 from openrlhf.core.batches import TokenRows
 from openrlhf.models.loading import load_causal_lm
 from openrlhf.models.policy import PolicyModel

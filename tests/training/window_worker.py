@@ -10,7 +10,8 @@ from typing import Any
 import torch
 
 from openrlhf.config.machine import world_size
-from openrlhf.config.shared import AdamConfig, DeepSpeedConfig, OptimizerConfig
+from openrlhf.config.optimizer import AdamConfig, OptimizerConfig
+from openrlhf.config.shared import DeepSpeedConfig
 from openrlhf.core.batches import TokenRows
 from openrlhf.models.loading import load_causal_lm
 from openrlhf.models.policy import PolicyModel

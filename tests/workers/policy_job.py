@@ -15,8 +15,9 @@ import torch
 from openrlhf.config.algorithm import AdvantageConfig, AlgoConfig, KLConfig, PtxConfig
 from openrlhf.config.learning import ActorConfig, RLDeepSpeedConfig, RLFlags, RLTrainConfig
 from openrlhf.config.machine import world_size
+from openrlhf.config.optimizer import AdamConfig
 from openrlhf.config.rollout import RolloutConfig, VLLMConfig
-from openrlhf.config.shared import AdamConfig, DeepSpeedConfig
+from openrlhf.config.shared import DeepSpeedConfig
 from openrlhf.core.batches import Experience, Layout, TokenRows, offsets_of
 from openrlhf.data.tokenizer import get_tokenizer
 from openrlhf.models.loading import LoadSpec
