@@ -30,8 +30,9 @@ from openrlhf.algorithms.rewards import overlong_penalty, token_rewards
 from openrlhf.algorithms.supervised_losses import soft_cross_entropy
 from openrlhf.algorithms.tensors import linear_logprobs, masked_whiten
 from openrlhf.config.algorithm import AdvantageConfig
+from openrlhf.config.choices import CORRECTIONS
 from openrlhf.config.choices import POLICY_LOSSES as POLICY_LOSS_FLAGS
-from openrlhf.config.legacy_values import PRESETS
+from openrlhf.config.legacy_values import LEVELS
 from tests.algorithms.test_kl import exact_kl_gradient
 from tests.sources import ROOT
 
@@ -69,7 +70,8 @@ def shaped(name: str, rewards: list[float]) -> torch.Tensor:
 
 
 def weights(preset: str, omegas: list[float], band: tuple[float, float]) -> str:
-    level, mode = cast(tuple[Level, Mode], PRESETS[preset])
+    old_level, old_mode = CORRECTIONS[preset]
+    level, mode = cast(tuple[Level, Mode], (LEVELS[old_level], old_mode))
     old = torch.tensor([omegas]).log()
     correction = Correction(gating="ratio", level=level, mode=mode, low=band[0], high=band[1])
     return numbers(

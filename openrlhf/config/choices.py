@@ -1,4 +1,4 @@
-"""Names and traits of estimators and losses. This module does not import torch.
+"""Names and traits of estimators, losses and corrections. This module does not import torch.
 
 The algorithms register their functions under these names. A name that a plug-in registers is added
 to its table and becomes a valid choice for the table's flag.
@@ -83,3 +83,11 @@ KL_ESTIMATORS = {
 # Row layouts: detected from the columns (auto), set with the column flags (columns), or a known
 # format.
 LAYOUTS = ("auto", "columns", "alpaca", "arena", "chat", "orca", "webgpt")
+# Presets of `--algo.advantage.is_correction_type`, the correction's flag in earlier releases: level
+# and mode, under the names of those releases or of this one. TIS: Yao et al. 2025,
+# fengyao.notion.site/off-policy-rl. IcePop: Ling team 2025, ringtech.notion.site/icepop.
+CORRECTIONS = {
+    "tis": ("token", "clip"),
+    "icepop": ("token", "mask"),
+    "seq-mask-tis": ("geometric", "mask"),
+}

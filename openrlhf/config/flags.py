@@ -270,9 +270,9 @@ def convert(flag: Flag, raw: Any) -> Any:
         case "one":
             return _scalar(flag, raw)
         case "pair" | "list":
-            values = cast("list[Any]", raw)
-            if not isinstance(raw, list):
-                values = [raw]
+            values = [raw]
+            if isinstance(raw, list | tuple):
+                values = [*cast("Sequence[Any]", raw)]
             if flag.single is not None and len(values) == 1:
                 values = [flag.single, *values]
             if flag.shape == "pair" and len(values) != 2:

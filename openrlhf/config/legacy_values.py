@@ -9,22 +9,21 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
+from openrlhf.config.choices import CORRECTIONS
 from openrlhf.config.flags import Flag, Section, flags_of, option
 
 LEVELS = {"token": "token", "sequence": "seq-product", "geometric": "seq"}
 AGGREGATIONS = {"token-mean": "token", "seq-mean-token-mean": "sequence"}
-# Level and mode of each preset. TIS: Yao et al. 2025, fengyao.notion.site/off-policy-rl. IcePop:
-# Ling team 2025, ringtech.notion.site/icepop.
-PRESETS = {"tis": ("token", "clip"), "icepop": ("token", "mask"), "seq-mask-tis": ("seq", "mask")}
-LEVEL, MODE, THRESHOLD = (
-    f"algo.advantage.is_correction_{name}" for name in ("level", "mode", "threshold")
+LEVEL, MODE, GATING, THRESHOLD = (
+    f"algo.advantage.is_correction_{name}" for name in ("level", "mode", "gating", "threshold")
 )
 ENABLE, TYPE = "algo.advantage.is_correction_enable", "algo.advantage.is_correction_type"
+AGGREGATION = "algo.loss.aggregation"
 
 
 class _OldAdvantageConfig(Section):
     is_correction_enable: bool = option(False, "Correct the loss with a preset.")
-    is_correction_type: str | None = option(None, "Preset.", choices=PRESETS.keys())
+    is_correction_type: str | None = option(None, "Preset.", choices=CORRECTIONS)
 
 
 class _OldCorrectionConfig(Section):
@@ -54,26 +53,39 @@ def combined_flags(flags: Mapping[str, Flag]) -> Mapping[str, Flag]:
     return {}
 
 
-def current_values(old: Mapping[str, Any]) -> dict[str, Any]:
+def current_values(old: Mapping[str, Any], given: Mapping[str, Any]) -> dict[str, Any]:
     """Return the values of current flags, by path, that the values of old flags stand for.
 
-    A preset without its switch had no effect and stands for no value.
+    A preset without its switch had no effect and stands for no value. `given` has the current flags
+    that are also set. They take precedence, but the threshold alone does not: the older releases
+    used it with a preset only, and without its lower bound in the mode `truncate`.
     """
-    values: dict[str, Any] = {}
-    if old.get(ENABLE):
-        values[LEVEL], values[MODE] = PRESETS[old.get(TYPE, "tis")]
-    if level := old.get("algo.correction.level"):
-        values[LEVEL] = LEVELS[level]
-    if band := old.get("algo.correction.band"):
-        values[THRESHOLD] = band
-    match old.get("algo.correction.mode"):
-        case "truncate":  # an upper bound only
-            _, high = values.get(THRESHOLD, (0.0, 5.0))
-            values[MODE], values[THRESHOLD] = "clip", (0.0, high)
-        case "clip" | "mask" as mode:
-            values[MODE] = mode
-        case _:
-            pass
+    values = _correction_values(old, given)
     if mean := old.get("actor.loss_agg_mode"):
-        values["algo.loss.aggregation"] = AGGREGATIONS[mean]
+        values[AGGREGATION] = AGGREGATIONS[mean]
+    is_current = any(path in given for path in (LEVEL, MODE, GATING))
+    kept: dict[str, Any] = {}
+    for path, value in values.items():
+        if path not in given or (path == THRESHOLD and not is_current):
+            kept[path] = value
+    return kept
+
+
+def _correction_values(old: Mapping[str, Any], given: Mapping[str, Any]) -> dict[str, Any]:
+    level, mode = None, None
+    if old.get(ENABLE):
+        level, mode = CORRECTIONS.get(old.get(TYPE, "tis"), (None, None))
+    level = old.get("algo.correction.level") or level
+    mode = old.get("algo.correction.mode") or mode
+    band = old.get("algo.correction.band")
+    values: dict[str, Any] = {}
+    if level:
+        values[LEVEL] = LEVELS.get(level, level)
+    if band:
+        values[THRESHOLD] = band
+    if mode == "truncate":  # an upper bound only
+        _, high = band or given.get(THRESHOLD, (0.0, 5.0))
+        values[MODE], values[THRESHOLD] = "clip", [0.0, high]
+    elif mode:
+        values[MODE] = mode
     return values

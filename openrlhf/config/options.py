@@ -28,7 +28,7 @@ from openrlhf.config.flags import (
 from openrlhf.config.help import help_text
 from openrlhf.config.legacy import Group, takes_no_value
 from openrlhf.config.legacy_names import ELSEWHERE, NAMES, PARTS, RL_NAMES, RL_PARTS
-from openrlhf.config.legacy_values import LEVEL, combined_flags, current_values
+from openrlhf.config.legacy_values import AGGREGATION, LEVEL, MODE, combined_flags, current_values
 from openrlhf.config.plugins import load_plugins
 from openrlhf.config.schema import json_schema
 from openrlhf.config.unsupported import refused_flags
@@ -149,7 +149,7 @@ class Reader:
         return self
 
     def _replace_combined_flags(self, spelled: Mapping[str, str]) -> None:
-        """Replace old flags in `given` with current flags, which take precedence if also set.
+        """Replace old flags in `given` with current flags.
 
         `spelled` has the spelling of each flag that was typed under an even older name.
         """
@@ -157,13 +157,17 @@ class Reader:
         old = {path: value for path, value in old.items() if value is not False}
         if not old:
             return
-        values = current_values(old)
-        self.given = values | self.given
+        values = current_values(old, self.given)
+        for path, value in values.items():
+            self._convert(self.flags[path], value, "")
         names = ", ".join(f"--{spelled.get(path, path)}" for path in old)
         now = " ".join(self.flags[path].typed(value) for path, value in values.items())
-        sentence = f"{names}: no effect. To correct the loss, set --{LEVEL}."
         if values:
             sentence = f"{names}: now written as {now}."
+        elif self.given.keys() & {LEVEL, MODE, AGGREGATION}:
+            sentence = f"{names}: no effect, because the current flags are also set."
+        else:
+            sentence = f"{names}: no effect. To correct the loss, set --{LEVEL}."
         self.notices.append(sentence)
 
     def _convert(self, flag: Flag, value: Any, source: str) -> None:
@@ -355,7 +359,10 @@ def changed_flags(before: str, config: Command) -> list[str]:
         return []
     if not isinstance(earlier, dict):
         return []
-    old = dict(leaves(cast("dict[Any, Any]", earlier), flags, ""))
+    combined = combined_flags(flags)
+    old = dict(leaves(cast("dict[Any, Any]", earlier), {**flags, **combined}, ""))
+    if before_combined := {path: old.pop(path) for path in combined if path in old}:
+        old |= {LEVEL: "off"} | current_values(before_combined, {})
     changed: list[str] = []
     for path, value in leaves(yaml.safe_load(dump_yaml(config)), flags, ""):
         is_free = flags[path].writes or any(fnmatch(path, pattern) for pattern in FREE_TO_CHANGE)

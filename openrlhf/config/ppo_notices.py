@@ -58,7 +58,7 @@ def optimizer_notices(config: RLFlags) -> Iterator[str]:
 
 
 def loss_notices(config: RLFlags) -> Iterator[str]:
-    """Yield notices about unusual clip ranges."""
+    """Yield notices about unusual clip ranges and corrections."""
     actor, clip = config.actor, config.actor.eps_clip_low_high
     both = {"actor.eps_clip", "actor.eps_clip_low_high"} <= config.given.keys()
     if both and clip != (actor.eps_clip, actor.eps_clip):
@@ -67,6 +67,15 @@ def loss_notices(config: RLFlags) -> Iterator[str]:
         yield (
             "With gspo, <actor.eps_clip_low_high> almost never clips: the GSPO paper uses 3e-4 "
             "4e-4."
+        )
+    advantage = config.algo.advantage
+    clips_mean = advantage.is_correction_level == "seq" and advantage.is_correction_mode == "clip"
+    if clips_mean and not config.policy_loss.rollout_ratio:
+        yield (
+            "<algo.advantage.is_correction_mode> with <algo.advantage.is_correction_level> weights "
+            "every token of an answer by the geometric mean of its ratios, which is not an "
+            "importance ratio. OpenRLHF rejects this combination; "
+            "--algo.advantage.is_correction_mode mask drops answers instead."
         )
 
 

@@ -124,19 +124,15 @@ def correction_violations(config: RLFlags) -> Iterator[str]:
     advantage = config.algo.advantage
     if not advantage.corrects or config.policy_loss.rollout_ratio:
         return
-    is_ratio = advantage.is_correction_gating == "ratio"
-    level = advantage.is_correction_level
-    if advantage.is_correction_mode == "clip" and (level == "seq" or not is_ratio):
-        yield (
-            "<algo.advantage.is_correction_mode> clips the ratio of each token and cannot be "
-            "combined with <algo.advantage.is_correction_level> and "
-            "<algo.advantage.is_correction_gating>: use --algo.advantage.is_correction_mode mask, "
-            "or --algo.advantage.is_correction_level token and "
-            "--algo.advantage.is_correction_gating ratio."
-        )
-    if is_ratio:
+    if advantage.is_correction_gating == "ratio":
         return
-    if level == "seq-product":
+    if advantage.is_correction_mode == "clip":
+        yield (
+            "<algo.advantage.is_correction_mode> clips a ratio and cannot be combined with "
+            "<algo.advantage.is_correction_gating>: use --algo.advantage.is_correction_mode mask, "
+            "or --algo.advantage.is_correction_gating ratio."
+        )
+    if advantage.is_correction_level == "seq-product":
         yield (
             "<algo.advantage.is_correction_level> multiplies ratios and cannot be combined with "
             "<algo.advantage.is_correction_gating>: use --algo.advantage.is_correction_level seq."

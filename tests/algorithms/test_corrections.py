@@ -17,7 +17,8 @@ from openrlhf.algorithms.corrections import (
     filtered_units,
     gate_statistic,
 )
-from openrlhf.config.legacy_values import PRESETS
+from openrlhf.config.choices import CORRECTIONS as PRESETS
+from openrlhf.config.legacy_values import LEVELS
 from tests.reference import policy
 
 GATES: list[tuple[Gating, Level]] = [
@@ -40,7 +41,7 @@ CORRECTIONS = [
     )
     for gating, level in GATES
 ]
-CLIPS: list[Level] = ["token", "seq-product"]
+CLIPS: list[Level] = ["token", "seq", "seq-product"]
 CORRECTIONS += [
     Correction(gating="ratio", level=level, mode="clip", low=0.5, high=2.0) for level in CLIPS
 ]
@@ -58,7 +59,8 @@ every_correction = pytest.mark.parametrize("correction", CORRECTIONS, ids=named)
 
 
 def preset(name: str, low: float = 0.5, high: float = 5.0) -> Correction:
-    level, mode = cast(tuple[Level, Mode], PRESETS[name])
+    old_level, old_mode = PRESETS[name]
+    level, mode = cast(tuple[Level, Mode], (LEVELS[old_level], old_mode))
     return Correction(gating="ratio", level=level, mode=mode, low=low, high=high)
 
 

@@ -13,7 +13,7 @@ import pytest
 from openrlhf.config import legacy
 from openrlhf.config.flags import flags_of, value_at
 from openrlhf.config.legacy_values import combined_flags
-from openrlhf.config.options import ConfigError, parse_config
+from openrlhf.config.options import ConfigError, changed_flags, parse_config
 from openrlhf.config.ppo import PPOConfig
 from tests.config.commands import ROOTS, WITH_OLD, parse, ppo, read_flags, sft, violations
 
@@ -56,9 +56,6 @@ RENAMED = [
     ("train_ppo_ray", "--algo.advantage.is_correction_enable",
      {"algo.advantage.is_correction_level": "token", "algo.advantage.is_correction_mode": "clip"}),
     ("train_ppo_ray",
-     "--algo.advantage.is_correction_enable --algo.advantage.is_correction_level off",
-     {"algo.advantage.is_correction_level": "off", "algo.advantage.is_correction_mode": "clip"}),
-    ("train_ppo_ray",
      "--algo.correction.level token --algo.correction.mode truncate --algo.correction.band 0.5 2",
      {"algo.advantage.is_correction_level": "token", "algo.advantage.is_correction_mode": "clip",
       "algo.advantage.is_correction_threshold": (0.0, 2.0)}),
@@ -68,6 +65,21 @@ RENAMED = [
     ("train_ppo_ray",
      "--algo.correction.level geometric --algo.correction.mode mask --algo.correction.band 0.5 2",
      {"algo.advantage.is_correction_level": "seq", "algo.advantage.is_correction_mode": "mask",
+      "algo.advantage.is_correction_threshold": (0.5, 2.0)}),
+    ("train_ppo_ray",
+     "--algo.correction.level geometric --algo.correction.mode clip --algo.correction.band 0.5 2",
+     {"algo.advantage.is_correction_level": "seq", "algo.advantage.is_correction_mode": "clip",
+      "algo.advantage.is_correction_threshold": (0.5, 2.0)}),
+    ("train_ppo_ray",
+     "--algo.correction.level geometric --algo.correction.mode truncate "
+     "--algo.correction.band 0.5 2",
+     {"algo.advantage.is_correction_level": "seq", "algo.advantage.is_correction_mode": "clip",
+      "algo.advantage.is_correction_threshold": (0.0, 2.0)}),
+    # Without a preset, earlier releases did not use this threshold.
+    ("train_ppo_ray",
+     "--algo.correction.level token --algo.correction.mode clip --algo.correction.band 0.5 2 "
+     "--algo.advantage.is_correction_threshold 0.1 9",
+     {"algo.advantage.is_correction_level": "token", "algo.advantage.is_correction_mode": "clip",
       "algo.advantage.is_correction_threshold": (0.5, 2.0)}),
     ("train_ppo_ray", "--algo.correction.level=sequence --algo.correction.mode=clip",
      {"algo.advantage.is_correction_level": "seq-product",
@@ -120,6 +132,34 @@ def test_old_name_sets_the_current_flag_with_one_notice(
     assert all(path in notice for path in values)
 
 
+@pytest.mark.parametrize(
+    ("line", "level", "mode", "threshold"),
+    [
+        (
+            "--algo.advantage.is_correction_enable --algo.advantage.is_correction_level off",
+            "off",
+            "clip",
+            (0.5, 5.0),
+        ),
+        (
+            "--algo.correction.level geometric --algo.correction.mode truncate "
+            "--algo.correction.band 0.5 2 --algo.advantage.is_correction_level token "
+            "--algo.advantage.is_correction_threshold 0.1 9",
+            "token",
+            "clip",
+            (0.1, 9.0),
+        ),
+    ],
+)
+def test_current_correction_flags_take_precedence_over_old_ones(
+    line: str, level: str, mode: str, threshold: tuple[float, float]
+) -> None:
+    advantage = ppo(line).algo.advantage
+    assert advantage.is_correction_level == level
+    assert advantage.is_correction_mode == mode
+    assert advantage.is_correction_threshold == threshold
+
+
 @pytest.mark.parametrize("command", OLD)
 def test_every_flat_name_of_the_old_command_is_accepted(command: str) -> None:
     flags = dict(flags_of(WITH_OLD[command]))
@@ -160,6 +200,44 @@ def test_old_correction_in_a_file_and_on_the_command_line_are_combined(
         "algo.advantage.is_correction_mode": "mask",
     }
     assert "--algo.advantage.is_correction_level seq" in notice
+
+
+LEVELS = {"token": "token", "sequence": "seq-product", "geometric": "seq"}
+
+
+@pytest.mark.parametrize("loss", ["ppo", "cispo"])
+@pytest.mark.parametrize("mode", ["clip", "mask", "truncate"])
+@pytest.mark.parametrize("level", LEVELS)
+def test_every_correction_of_earlier_releases_is_accepted_from_their_files(
+    level: str, mode: str, loss: str, tmp_path: Path
+) -> None:
+    file = tmp_path / "config.yaml"
+    file.write_text(
+        f"algo:\n  correction:\n    level: {level}\n    mode: {mode}\n    band: [0.5, 2]\n"
+    )
+    advantage = ppo(f"--config {file} --actor.policy_loss_type {loss}").algo.advantage
+    mean, low = mode, 0.5
+    if mode == "truncate":
+        mean, low = "clip", 0.0
+    assert advantage.is_correction_level == LEVELS[level]
+    assert advantage.is_correction_mode == mean
+    assert advantage.is_correction_gating == "ratio"
+    assert advantage.is_correction_threshold == (low, 2.0)
+
+
+def test_resumed_run_with_an_old_correction_reports_no_change(tmp_path: Path) -> None:
+    line = "--algo.advantage.is_correction_level seq --algo.advantage.is_correction_mode clip"
+    config = ppo(f"{line} --algo.advantage.is_correction_threshold 0 2")
+    before = (
+        "algo:\n  advantage: {is_correction_enable: false, is_correction_type: tis, "
+        "is_correction_threshold: [0.5, 5.0]}\n"
+        "  correction: {level: geometric, mode: truncate, band: [0.5, 2.0]}\n"
+    )
+    assert changed_flags(before, config) == []
+    off = before.replace("level: geometric, mode: truncate, band: [0.5, 2.0]", "level: null")
+    (level, threshold) = changed_flags(off, config)
+    assert level == "--algo.advantage.is_correction_level seq (before: off)"
+    assert threshold.startswith("--algo.advantage.is_correction_threshold")
 
 
 def test_level_off_in_a_file_is_text_and_not_a_boolean(tmp_path: Path) -> None:

@@ -19,7 +19,7 @@ from openrlhf.config import choices, plugins
 choices.ESTIMATORS["mine"] = choices.EstimatorTraits(per_group=True)
 choices.POLICY_LOSSES["my_loss"] = choices.LossTraits(aggregation="sequence")
 """
-TABLES = (choices.ESTIMATORS, choices.POLICY_LOSSES, choices.KL_ESTIMATORS)
+TABLES = (choices.ESTIMATORS, choices.POLICY_LOSSES, choices.CORRECTIONS, choices.KL_ESTIMATORS)
 
 
 @pytest.fixture
@@ -75,6 +75,7 @@ def test_configuration_file_may_name_a_plugin_and_use_its_names(
     ("command", "flag"),
     [
         ("train_ppo_ray", "--algo.advantage.estimator"),
+        ("train_ppo_ray", "--algo.advantage.is_correction_type"),
         ("train_ppo_ray", "--algo.kl.estimator"),
         ("train_ppo_ray", "--actor.policy_loss_type"),
         ("train_dpo", "--model.loss_type"),
@@ -95,6 +96,7 @@ def test_error_for_an_unknown_fixed_choice_does_not_mention_the_plugin_flag() ->
 
 REGISTRATIONS = """
 from openrlhf.algorithms.advantages import advantage_estimator
+from openrlhf.config.choices import CORRECTIONS
 from openrlhf.algorithms.kl import KL_ESTIMATORS
 from openrlhf.algorithms.policy_losses import policy_loss
 from openrlhf.config import choices, plugins
@@ -107,6 +109,8 @@ def loss(*args, **kwargs): ...
 def clipped(*args, **kwargs): ...
 @KL_ESTIMATORS.register("my_kl")
 def kl(log_ratio): return log_ratio
+CORRECTIONS["my_correction"] = ("sequence", "truncate")
+CORRECTIONS["my_mean"] = ("geometric", "clip")
 choices.POLICY_LOSSES["my_clipped_loss"] = choices.LossTraits(clip=(0.5, 0.25))
 """
 ACCEPTED = """
@@ -115,29 +119,54 @@ from openrlhf.config import choices, plugins
 from tests.config.commands import ppo, violations
 line = "--plugin " + sys.argv[1] + " --algo.kl.estimator my_kl --actor.policy_loss_type "
 more = " --algo.advantage.estimator my_estimator"
+more += " --algo.advantage.is_correction_enable --algo.advantage.is_correction_threshold 0.5 3"
+more += " --algo.advantage.is_correction_type "
+more += sys.argv[2]
 (sentence,) = violations("train_ppo_ray", line + "my_loss" + more)
 assert "my_estimator compares the samples of a prompt" in sentence, sentence
 config = ppo(line + "my_loss --rollout.n_samples_per_prompt 2" + more)
 assert config.algo.loss.aggregation == "sequence"
 assert config.estimator.per_group and not config.estimator.needs_critic
 assert (config.algo.kl.estimator, config.actor.eps_clip_low_high) == ("my_kl", (0.2, 0.2))
+advantage = config.algo.advantage
+found = (advantage.is_correction_level, advantage.is_correction_mode)
+print(*found, *advantage.is_correction_threshold)
 assert ppo(line + "my_clipped_loss").actor.eps_clip_low_high == (0.5, 0.25)
 """
 
 
+@pytest.mark.parametrize(
+    ("preset", "correction"),
+    [
+        ("tis", "token clip 0.5 3.0"),
+        ("my_correction", "seq-product clip 0.0 3.0"),
+        ("my_mean", "seq clip 0.5 3.0"),
+    ],
+)
 def test_algorithms_that_a_plugin_registers_become_choices(
-    tmp_path: Path,
+    preset: str, correction: str, tmp_path: Path
 ) -> None:
-    """The plug-in registers estimators, losses and KL estimators.
+    """The plug-in registers estimators, losses, KL estimators and corrections.
 
     The plug-in is loaded in a separate process, because registered names cannot be removed.
     """
     file = tmp_path / "mine.py"
     file.write_text(REGISTRATIONS)
-    words = [sys.executable, "-c", ACCEPTED, str(file)]
+    words = [sys.executable, "-c", ACCEPTED, str(file), preset]
     root = Path(__file__).parents[2]
     done = subprocess.run(words, capture_output=True, text=True, check=False, cwd=root)
     assert done.returncode == 0, done.stderr
+    assert done.stdout.split() == correction.split()
+
+
+def test_level_of_a_correction_preset_that_does_not_exist_is_rejected(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setitem(choices.CORRECTIONS, "mine", ("word", "clip"))
+    line = "--algo.advantage.is_correction_enable --algo.advantage.is_correction_type mine"
+    (sentence,) = violations("train_ppo_ray", line)
+    assert "--algo.advantage.is_correction_level must be one of" in sentence
+    assert "'word'" in sentence
 
 
 def test_plugin_choice_is_unknown_without_the_plugin() -> None:

@@ -79,12 +79,9 @@ BROKEN: list[tuple[str, str, str]] = [
     (RL, "--algo.correction.band 2 1", "is_correction_threshold is 2 1"),
     (RL, "--algo.advantage.is_correction_threshold 0", "is_correction_threshold is 0 0"),
     (RL,
-     "--algo.advantage.is_correction_level seq --algo.advantage.is_correction_mode clip",
-     "is_correction_mode clip clips the ratio of each token"),
-    (RL,
      "--algo.advantage.is_correction_level token --algo.advantage.is_correction_mode clip "
      "--algo.advantage.is_correction_gating tv --algo.advantage.is_correction_threshold 0.1",
-     "is_correction_mode clip clips the ratio of each token"),
+     "is_correction_mode clip clips a ratio"),
     (RL,
      "--algo.advantage.is_correction_level token "
      "--algo.advantage.is_correction_gating binary_kl",
@@ -383,6 +380,8 @@ WHOLE_LINES: list[tuple[str, str, str]] = [
      "--actor.eps_clip has no effect with"),
     (RL, "--actor.policy_loss_type gspo",
      "With gspo, --actor.eps_clip_low_high 0.2 0.2 almost never clips"),
+    (RL, "--algo.advantage.is_correction_level seq --algo.advantage.is_correction_mode clip",
+     "is_correction_mode clip with --algo.advantage.is_correction_level seq weights"),
     (RL, "--algo.kl.use_loss", "--algo.kl.estimator k1 has a zero expected gradient as a loss"),
     (RL, "--algo.kl.estimator k3", "--algo.kl.estimator k3 is meant for --algo.kl.use_loss"),
     (RL, "--algo.kl.stop_update 1 --train.batch_size 1024", "--algo.kl.stop_update has no effect"),
