@@ -1,7 +1,8 @@
 """Measures the memory of training processes, and compares it with the planner's predictions.
 
 `python -m benchmarks.memory measure` measures every case that `--out` does not have yet, and
-`python -m benchmarks.memory report` writes the page. `python -m benchmarks.memory fit` prints the
+`python -m benchmarks.memory report` writes the page. `measure-gpu` measures its own cases on one
+GPU. `python -m benchmarks.memory fit` prints the
 constants of `openrlhf.planning.constants` that fit the first half of the cases best; the report
 lists the errors of both halves.
 """
@@ -14,6 +15,8 @@ import json
 import platform
 import re
 import statistics
+import subprocess
+import sys
 import time
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
@@ -22,7 +25,14 @@ from typing import Any
 
 import torch
 
-from benchmarks.memory_roles import SCALAR, SCORED, Case, deepspeed_flags, measure_case
+from benchmarks.memory_roles import (
+    SCALAR,
+    SCORED,
+    Case,
+    deepspeed_flags,
+    measure_case,
+    measure_on_gpu,
+)
 from openrlhf.config.shared import DeepSpeedConfig
 from openrlhf.planning.constants import CPU, Constants
 from openrlhf.planning.memory import RoleMemory, predict_role
@@ -86,6 +96,18 @@ MODELS: dict[str, tuple[str, dict[str, Any]]] = {
             "hidden_size": 384,
             "intermediate_size": 1024,
             "num_hidden_layers": 6,
+        },
+    ),
+    "qwen2-390M": (
+        "qwen2-tied",
+        {
+            "vocab_size": 32_000,
+            "hidden_size": 1024,
+            "intermediate_size": 4096,
+            "num_hidden_layers": 24,
+            "num_attention_heads": 16,
+            "num_key_value_heads": 2,
+            "max_position_embeddings": 4096,
         },
     ),
 }
@@ -168,6 +190,53 @@ def cases() -> list[Case]:
         Case(model="llama-7M", role="kto", zero=2, ranks=2),
         Case(model="llama-7M", role="kd", zero=1),
     ]
+
+
+def gpu_cases() -> list[Case]:
+    """Return the cases that are measured on one GPU, the most important ones first."""
+    large = Case(model="qwen2-390M", role="policy", dtype="bf16", rows=8, length=1024)
+    return [
+        large,
+        replace(large, packed=True),
+        replace(large, checkpointing=True),
+        replace(large, role="critic"),
+        replace(large, role="reference"),
+        replace(large, role="sft", packed=True),
+        replace(large, lora=8),
+        replace(large, zero=1),
+        replace(large, zero=2, role="sft", checkpointing=True, length=4096),
+        replace(large, role="dpo", rows=4),
+        replace(large, role="sft", dtype="fp32"),
+        replace(large, role="rm"),
+        replace(large, role="kd", rows=4),
+        replace(large, zero=3, role="sft"),
+        Case(model=REAL, role="policy", dtype="bf16", rows=16, length=512),
+        Case(model=REAL, role="sft", dtype="bf16", rows=16, length=512, packed=True),
+    ]
+
+
+def measure_gpu(records: Path, models: Path) -> None:
+    """Measure the cases for one GPU, each in a new process.
+
+    A case that fails does not end the others.
+    """
+    wanted = [case for case in gpu_cases() if case not in read_records(records)]
+    available = [case for case in wanted if case.model in MODELS or (models / case.model).exists()]
+    make_models(models, available)
+    for case in available:
+        words = [sys.executable, "-m", "benchmarks.memory", "measure-gpu", "--case", case.name]
+        places = ["--models", str(models), "--records", str(records)]
+        subprocess.run([*words, *places], check=False)
+
+
+def measure_gpu_case(case: Case, records: Path, models: Path) -> None:
+    """Measure a case in this process, and add its record."""
+    begun = time.monotonic()
+    record = measure_on_gpu(case, models)
+    print(f"{case.name}: {time.monotonic() - begun:.0f} s", flush=True)
+    record["date"] = time.strftime("%Y-%m-%d")
+    with records.open("a", encoding="utf-8") as lines:
+        lines.write(json.dumps(record) + "\n")
 
 
 def is_fitted(case: Case) -> bool:
@@ -430,7 +499,7 @@ def machine() -> str:
 def main() -> None:
     """Run the benchmark."""
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("action", choices=("measure", "fit", "report"))
+    parser.add_argument("action", choices=("measure", "measure-gpu", "fit", "report"))
     parser.add_argument("--models", type=Path, default=Path("/tmp/memory-models"))
     parser.add_argument("--records", type=Path, default=RECORDS)
     parser.add_argument("--case", nargs="+", help="Measure only the cases with these names.")
@@ -438,6 +507,11 @@ def main() -> None:
     records = read_records(options.records)
     if options.action == "fit":
         print(fit(records, options.models))
+    elif options.action == "measure-gpu" and options.case:
+        [case] = [case for case in gpu_cases() if case.name in options.case]
+        measure_gpu_case(case, options.records, options.models)
+    elif options.action == "measure-gpu":
+        measure_gpu(options.records, options.models)
     elif options.action == "report":
         write_page(compare(records, options.models, CPU), records)
     else:

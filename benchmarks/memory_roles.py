@@ -12,6 +12,7 @@ from __future__ import annotations
 import ctypes
 import gc
 import multiprocessing
+import os
 import re
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -50,7 +51,7 @@ from openrlhf.workers.base import MicroBatchLimits, RoleSettings, Update
 from openrlhf.workers.critic import CriticWorker
 from openrlhf.workers.frozen import ReferenceWorker, RewardModelSettings, RewardWorker
 from openrlhf.workers.policy import PolicyUpdate, PolicyWorker
-from tests.ranks import fork_ranks, unused_port
+from tests.ranks import fork_ranks, rank_environment, unused_port
 from tests.trainers.offline_job import task_of
 
 STEPS = 2  # optimizer steps: the first one creates what every later step needs, too
@@ -154,6 +155,32 @@ class Meter:
         self.peaks[self._instant] = max(self.peaks.get(self._instant, 0), above)
         anonymous = now["RssAnon"] - self.idle["RssAnon"]
         self.held[self._instant] = (anonymous, now["VmRSS"] - self.idle["VmRSS"] - anonymous)
+        self._instant = None
+
+
+class GpuMeter(Meter):
+    """The same for the memory that PyTorch's allocator has handed out on this process's GPU.
+
+    `held` is the peak of the memory that the allocator keeps, and all memory in use on the GPU at
+    the end of the instant.
+    """
+
+    def __init__(self) -> None:
+        super().__init__(idle={"allocated": torch.cuda.memory_allocated()})
+
+    def begin(self, instant: str) -> None:
+        self.end()
+        torch.cuda.empty_cache()
+        torch.cuda.reset_peak_memory_stats()
+        self._instant = instant
+
+    def end(self) -> None:
+        if self._instant is None:
+            return
+        above = torch.cuda.max_memory_allocated() - self.idle["allocated"]
+        self.peaks[self._instant] = max(self.peaks.get(self._instant, 0), above)
+        free, total = torch.cuda.mem_get_info()
+        self.held[self._instant] = (torch.cuda.max_memory_reserved(), total - free)
         self._instant = None
 
 
@@ -367,8 +394,8 @@ def measure_offline(case: Case, path: str, strategy: Strategy, meter: Meter) -> 
             engine.optimize(
                 micro_batches,
                 counts=task.counts,
-                loss=lambda micro, totals: task.loss(engine, micro, totals),
-                before=lambda micro: task.before(engine, micro),
+                loss=lambda micro, totals: task.loss(engine, micro.to(strategy.device), totals),
+                before=lambda micro: task.before(engine, micro.to(strategy.device)),
             )
     meter.end()
 
@@ -449,6 +476,25 @@ def measure_rank(case: Case, models: Path, publications: Publications, results: 
     numbers = strategy.gather_ranks({"peaks": meter.peaks, "held": meter.held})
     if strategy.is_main:
         results.put({"case": vars(case), "ranks": numbers})
+
+
+def measure_on_gpu(case: Case, models: Path) -> dict[str, Any]:
+    """Measure a case with one rank on this machine's first GPU, in this process.
+
+    Publication is left out.
+    """
+    os.environ |= rank_environment(0, 1, unused_port())
+    ds = DeepSpeedConfig(**deepspeed_flags(case))
+    strategy = Strategy(ds, RankLayout.from_flags(ds, processes=1), seed=0)
+    path = str(models / case.model) + (SCORED if case.role in SCALAR else "")
+    gc.collect()
+    torch.cuda.empty_cache()
+    meter = GpuMeter()
+    if case.role in OFFLINE:
+        measure_offline(case, path, strategy, meter)
+    else:
+        measure_reinforcement(case, path, strategy, meter, publish=lambda *_: None)
+    return {"case": vars(case), "ranks": [{"peaks": meter.peaks, "held": meter.held}]}
 
 
 def measure_case(case: Case, models: Path) -> dict[str, Any] | None:

@@ -15,6 +15,7 @@ from openrlhf.planning.roles import Hosts
 from openrlhf.planning.usage import Instant, Usage, gib
 
 FILLED = 0.98  # the share of a device that a plan may use: the driver keeps some memory
+ERROR = 0.05  # the share of a prediction that must be free in addition
 # Instants at which all models of a process are in the same state.
 AT_REST = (Instant.IDLE, Instant.GENERATE)
 
@@ -84,8 +85,13 @@ class Pool:
 
     @property
     def room(self) -> int:
-        """The bytes that are free at the peak; negative if they do not suffice."""
-        return int(self.capacity * FILLED) - self.total(self.peak)
+        """The bytes that are free at the peak; negative if they do not suffice.
+
+        Every prediction may be too low, except for the KV cache, whose size is set.
+        """
+        peak = self.at(self.peak).values()
+        predicted = sum(usage.total - usage.kv_cache for usage in peak)
+        return int(self.capacity * FILLED - ERROR * predicted) - self.total(self.peak)
 
     @property
     def fits(self) -> bool:

@@ -13,7 +13,7 @@ HEADINGS = {"kv_cache": "KV cache", "publication": "publication"}
 LABEL = 12  # characters of the first column
 COLUMN = 12
 SMALL = 8 * GIB  # plans below this total are shown in MiB
-UNMEASURED = "Formulas with estimated constants; not measured on this kind of device."
+UNMEASURED = "Some constants for this kind of device are estimates."
 
 
 def lines(plan: Plan) -> list[str]:
