@@ -322,24 +322,25 @@ def zero_stage(case: Case) -> int:
 def predicted(case: Case, shape: ModelShape, constants: Constants) -> dict[Instant, Usage]:
     """Return the predicted memory of the process at each instant.
 
-    Models are loaded one after another. Afterwards, one of them is in use at a time.
+    Models are loaded one after another, and are proved when all exist. Afterwards, one of them is
+    in use at a time.
     """
-    roles = roles_of(case, shape)
-    usages = [predict_role(role, constants) for role in roles]
+    memories = [RoleMemory(role, constants) for role in roles_of(case, shape)]
+    usages = [predict_role(memory.role, constants) for memory in memories]
     shared = Usage(framework=-constants.role_bytes)  # only the first model of a process adds it
     peaks: dict[Instant, Usage] = {}
     for instant in Instant:
         candidates: list[Usage] = []
         for active, usage in enumerate(usages):
-            total = usage[instant]
-            for number, other in enumerate(usages):
-                if number == active:
-                    continue
-                if instant != Instant.LOAD:
-                    total += other[Instant.IDLE] + shared
-                elif number < active:
-                    total += RoleMemory(roles[number], constants).loaded() + shared
-            candidates.append(total)
+            others = list(range(len(usages)))
+            others.remove(active)
+            if instant == Instant.LOAD:
+                rest = [memories[number].loaded() + shared for number in others]
+                candidates.append(sum(rest[:active], usage[instant]))
+                candidates.append(sum(rest, memories[active].proved()))
+            else:
+                rest = [usages[number][Instant.IDLE] + shared for number in others]
+                candidates.append(sum(rest, usage[instant]))
         peaks[instant] = max(candidates, key=lambda usage: usage.total)
     return peaks
 
@@ -438,11 +439,12 @@ def write_page(rows: list[Row], records: Mapping[Case, dict[str, Any]]) -> None:
     stateful = [row for row in peaks if row.state > row.measured / 2]
     dates = sorted({record["date"] for record in records.values()})
     commits = sorted({record["commit"] for record in records.values()})
+    machines = sorted({record["machine"] for record in records.values()})
     lines = [
         "# Predicted and measured memory",
         "",
         f"`python -m benchmarks.memory measure`, then `report`: measured {dates[0]} to {dates[-1]} "
-        f"at {', '.join(commits)}, {packages()}, {machine()}.",
+        f"at {', '.join(commits)}, {packages()}, {'; '.join(machines)}.",
         "",
         INTRODUCTION,
         "",
@@ -455,8 +457,8 @@ def write_page(rows: list[Row], records: Mapping[Case, dict[str, Any]]) -> None:
         summary("held out", held_out),
         summary("held out, highest peak of each case", [r for r in peaks if r in held_out]),
         "",
-        f"Not measured yet: {len(cases()) - len(records)} of {len(cases())} cases, and all figures "
-        "for CUDA.",
+        f"Not measured yet: {len(cases()) - len(records)} of {len(cases())} cases. For "
+        "measurements on a GPU, see [On GPUs](../gpu.md#memory).",
         "",
         "| case | instant | predicted, MiB | measured, MiB | error | half |",
         "| --- | --- | --- | --- | --- | --- |",
@@ -531,6 +533,7 @@ def main() -> None:
                 record |= {
                     "commit": git("rev-parse", "--short", "HEAD"),
                     "date": time.strftime("%Y-%m-%d"),
+                    "machine": machine(),
                 }
                 with options.records.open("a", encoding="utf-8") as lines:
                     lines.write(json.dumps(record) + "\n")

@@ -284,16 +284,31 @@ class RoleMemory:
         """Return the peak while the model is loaded, its optimizer is created and it is proved."""
         role = self.role
         idle = self.loaded()
-        candidates = [idle + self.passing() + self._proof()]
+        candidates = [self.proved()]
         largest = role.shape.largest_weight
         if role.sharded and self.constants.device == "cpu":
             # the pages of the files count while each rank cuts its part of them
             read = role.width * role.shape.parameters + 8 * largest
             reading = Usage(weights=self.resting_bytes + read)
             candidates.append(replace(reading, framework=idle.framework))
+        elif self._is_rounded_while_read:
+            # the pages of the files count until all of their weights are rounded
+            read = role.shape.stored_width * role.shape.parameters
+            candidates.append(idle + Usage(weights=read))
         if role.trained and role.zero_stage > 0:
             candidates += self._optimizer_creation(idle)
         return max(candidates, key=lambda usage: usage.total)
+
+    def proved(self) -> Usage:
+        """Return the peak of the check that packed and padded rows get the right numbers."""
+        return self.loaded() + self.passing() + self._proof()
+
+    @property
+    def _is_rounded_while_read(self) -> bool:
+        """True if a CPU's process maps wider files than the weights of a frozen model."""
+        role = self.role
+        on_cpu = self.constants.device == "cpu"
+        return on_cpu and not role.trained and role.width < role.shape.stored_width
 
     def _proof(self) -> Usage:
         """Return the bytes of the passes that check the layout of batches (`models.proof`)."""

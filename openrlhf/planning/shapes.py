@@ -78,6 +78,7 @@ class ModelShape:
     norms_per_layer: int = 2
     windows: tuple[int | None, ...] = ()  # sliding window of each layer, in tokens
     scalar: bool = False  # True if the output layer has one output
+    stored_width: int = 4  # bytes per parameter in the model's files
 
     @cached_property
     def parameters(self) -> int:
@@ -222,6 +223,7 @@ def shape_from_config(config: Mapping[str, Any], name: str = "") -> ModelShape:
         windows=_windows(text, model_type, sizes["layers"]),
         tied=_is_tied(text, family) and not is_scalar,
         scalar=is_scalar,
+        stored_width=_stored_width(config),
         **sizes,
     )
     return shape
@@ -255,8 +257,16 @@ def shape_from_headers(
         windows=_windows(text, str(text.get("model_type", "")), layers),
         tied=not heads,
         scalar=outputs == 1,
+        stored_width=_stored_width(config),
         **numbers,
     )
+
+
+def _stored_width(config: Mapping[str, Any]) -> int:
+    """Return the bytes per parameter of the data type that config.json names."""
+    text = text_config(config)
+    named = [each.get(key) for each in (text, config) for key in ("dtype", "torch_dtype")]
+    return 2 if "bfloat16" in named or "float16" in named else 4
 
 
 def _sizes(text: Mapping[str, Any], family: Family, name: str) -> dict[str, int]:
