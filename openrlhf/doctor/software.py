@@ -16,11 +16,11 @@ from openrlhf.rollout.engine_settings import engine_device, engine_environment
 GIB = 2**30
 FREE_FRACTION = 0.9  # a GPU with less free memory is reported as used by other processes
 STACK = "Install versions of torch and vLLM that docs/gpu.md lists."
-# Optional packages: the module to import, and the flag that needs it.
+# Optional packages: the module to import, and the flags that need it.
 OPTIONAL = {
     "flash-attn": ("flash_attn", "--ds.attn_implementation flash_attention_2"),
     "liger-kernel": ("liger_kernel", "--ds.use_liger_kernel"),
-    "bitsandbytes": ("bitsandbytes", "--ds.load_in_4bit"),
+    "bitsandbytes": ("bitsandbytes", "--ds.load_in_4bit or --optim adam_8bit"),
     "wandb": ("wandb", "--logger.wandb.key"),
 }
 
@@ -86,8 +86,8 @@ def library(name: str, module: str, fix: str, absent: str = "") -> Iterator[Find
 
 def optional(name: str) -> Iterator[Finding]:
     """Import an optional package if it is installed."""
-    module, flag = OPTIONAL[name]
-    only = f"; only {flag} needs it"
+    module, flags = OPTIONAL[name]
+    only = f"; it is needed only for {flags}"
     return library(name, module, f"Reinstall it for this torch, or uninstall it{only}.", only)
 
 

@@ -28,7 +28,10 @@ SAMPLED_WEIGHTS = 4_000_000  # `training.masters.MAX_SAMPLED_WEIGHTS`
 NF4_BYTES = 0.5 + 1 / 64 + 4 / (64 * 256)
 ROW_SPLIT = ("o_proj", "down_proj")  # tensor parallelism splits these by their inputs
 # Optimizer state per trained weight, by --optim; other optimizers are counted like Adam.
-MOMENT_BYTES = {"adam": 8, "adam_8bit": 2, "muon": 4}
+MOMENT_BYTES = {"adam": 8, "muon": 4}
+# With adam_8bit: two moments of one byte each, with a float32 scale for each block of 256 moments.
+BYTES_OF_8BIT_MOMENTS = 2 * (1 + 4 / 256)
+MIN_8BIT_SIZE = 4096  # `training.optimizers.MIN_8BIT_SIZE`
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -127,16 +130,20 @@ class RoleMemory:
 
     def _adapter(self, weight: Weight) -> int:
         """Return the number of elements of a weight's adapter on this rank."""
+        return sum(self._adapter_sizes(weight, self.role.tp))
+
+    def _adapter_sizes(self, weight: Weight, tp: int) -> tuple[int, ...]:
+        """Return the number of elements of each part of a weight's adapter on one of `tp` ranks."""
         role = self.role
         if not weight.is_linear or not self._is_adapted(weight):
-            return 0
+            return ()
         outputs, inputs = weight.shape
         if weight.module in ROW_SPLIT:
-            inputs //= role.tp
+            inputs //= tp
         else:
-            outputs //= role.tp
+            outputs //= tp
         magnitudes = weight.shape[0] if role.dora else 0
-        return role.lora_rank * (outputs + inputs) + magnitudes
+        return (role.lora_rank * outputs, role.lora_rank * inputs, magnitudes)
 
     def _is_adapted(self, weight: Weight) -> bool:
         modules = self.role.lora_modules
@@ -149,8 +156,39 @@ class RoleMemory:
         if not role.trained:
             return 0
         masters = 0 if role.zero_stage == 0 else 4
-        moments = MOMENT_BYTES.get(role.optimizer, 8)
-        return (masters + moments) * self.owned
+        return masters * self.owned + self.moment_bytes
+
+    @cached_property
+    def moment_bytes(self) -> int:
+        """The bytes of the optimizer's moments, wherever they are."""
+        role = self.role
+        if role.optimizer != "adam_8bit":
+            return MOMENT_BYTES.get(role.optimizer, 8) * self.owned
+        share = self._rounded / self.trained
+        per_weight = share * BYTES_OF_8BIT_MOMENTS + (1 - share) * MOMENT_BYTES["adam"]
+        return round(per_weight * self.owned)
+
+    @cached_property
+    def _rounded(self) -> int:
+        """The number of trained weights on this rank with 8-bit moments if adam_8bit trains them.
+
+        Weights with few elements, embeddings and vectors have 32-bit moments. The sizes before
+        tensor parallelism decide.
+        """
+        rounded = 0
+        for weight in self.role.shape.weights:
+            if self.role.lora_rank:
+                whole = self._adapter_sizes(weight, 1)
+                local = self._adapter_sizes(weight, self.role.tp)
+                for size, part in zip(whole, local, strict=True):
+                    rounded += part if size >= MIN_8BIT_SIZE else 0
+            elif (
+                weight.numel >= MIN_8BIT_SIZE
+                and len(weight.shape) > 1
+                and "embed" not in weight.name
+            ):
+                rounded += self._local(weight)
+        return rounded
 
     @property
     def _has_bf16_optimizer(self) -> bool:
@@ -277,8 +315,7 @@ class RoleMemory:
         idle = self.idle(awake=True)
         if not self.role.trained or self.role.adam_offload:
             return idle
-        moments = MOMENT_BYTES.get(self.role.optimizer, 8) * self.owned
-        return replace(idle, optimizer=idle.optimizer - moments)
+        return replace(idle, optimizer=idle.optimizer - self.moment_bytes)
 
     def load(self) -> Usage:
         """Return the peak while the model is loaded, its optimizer is created and it is proved."""
