@@ -167,9 +167,13 @@ def _logits(role: ModelRole, batch: Pass) -> tuple[float, float]:
         forward += 12
     if role.keeps_logits:
         forward += 8
+    if role.teacher_logits:
+        forward += 8 + b  # the teacher's logits, as computed and in float32, and probabilities
     backward = b + copies + 4 + previous
     if role.keeps_logits:
         backward += 16
+    if role.teacher_logits:
+        backward += 8  # the teacher's probabilities and the gradient of their products
     head = 0
     if role.full_training:
         head = (4 + b) * shape.head_parameters

@@ -17,7 +17,7 @@ from openrlhf.config.supervised import (
     SupervisedConfig,
 )
 from openrlhf.planning.model_files import read_shape
-from openrlhf.planning.roles import ModelRole, Pass
+from openrlhf.planning.roles import DTYPE_BYTES, ModelRole, Pass
 from openrlhf.planning.shapes import ModelShape
 
 # In a process reward model, this share of the tokens ends a step and therefore needs logits.
@@ -95,7 +95,11 @@ def offline_roles(config: SupervisedConfig, ranks: int, on_gpus: bool) -> tuple[
     model = trained_role(model, config, config.optim, config.model, ranks)
     window = math.ceil(of_rank / micro)
     if isinstance(config, KDConfig):
-        model = replace(model, teacher_bytes=_teacher_bytes(config, scored, shape.vocabulary))
+        model = replace(
+            model,
+            teacher_bytes=_teacher_bytes(config, scored),
+            teacher_logits=config.kd.top_k is None,
+        )
     keeps_logits = model.keeps_logits or isinstance(config, KDConfig | PRMConfig)
     roles = [
         replace(model, training=training, scoring=scoring, window=window, keeps_logits=keeps_logits)
@@ -104,17 +108,26 @@ def offline_roles(config: SupervisedConfig, ranks: int, on_gpus: bool) -> tuple[
     if frozen:
         name, path, offload = frozen
         beside = frozen_role(name, read_shape(path), ds, ranks, on_gpus)
-        roles.append(
-            replace(beside, scoring=scoring, param_offload=offload, keeps_logits=name == "teacher")
-        )
+        distills = isinstance(config, KDConfig)
+        if distills and config.kd.top_k is None:
+            scoring = replace(scoring, scored=0)  # the student's passes compute the logits
+        roles.append(replace(beside, scoring=scoring, param_offload=offload, keeps_logits=distills))
     return tuple(roles)
 
 
-def _teacher_bytes(config: KDConfig, scored: int, vocabulary: int) -> int:
-    """Return the size of the teacher's logits, or of its top tokens and their ids, in bytes."""
+def _teacher_bytes(config: KDConfig, scored: int) -> int:
+    """Return the size of the teacher's top logits and their tokens, or of its states, in bytes.
+
+    The states come with the output layer's weights, which are copied if the teacher's own are
+    sharded or leave the device.
+    """
     if config.kd.top_k:
-        return 8 * scored * config.kd.top_k
-    return 4 * scored * vocabulary
+        return 16 * scored * config.kd.top_k
+    teacher = read_shape(config.kd.teacher_model)
+    kept = scored * teacher.hidden
+    if config.ds.zero_stage == 3 or config.kd.teacher_offload:
+        kept += teacher.head_parameters
+    return DTYPE_BYTES[config.ds.param_dtype] * kept
 
 
 def _frozen_model(config: SupervisedConfig) -> tuple[str, str, bool] | None:

@@ -48,6 +48,7 @@ class ModelRole:
     entropy: bool = False  # the policy's entropy is computed
     keeps_logits: bool = False  # autograd keeps the logits (KD, PRM, adapters)
     teacher_bytes: int = 0  # teacher outputs, which are kept until the end of the backward pass
+    teacher_logits: bool = False  # each chunk of logits comes with the teacher\'s logits
     training: Pass | None = None
     scoring: Pass | None = None
     window: int = 1  # micro-batches per optimizer step
