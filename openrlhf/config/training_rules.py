@@ -37,6 +37,19 @@ def weight_violations(ds: DeepSpeedConfig) -> Iterator[str]:
         yield "<ds.param_offload> is not available yet: use cpu."
 
 
+def slice_violations(ds: DeepSpeedConfig, processes: int, *, what: str) -> Iterator[str]:
+    """Yield a violation if the processes cannot share sequences and layers evenly.
+
+    `what` describes the origin of `processes`.
+    """
+    size = ds.ranks_per_slice
+    if processes % size:
+        yield (
+            f"{what} is not a multiple of the {size} ranks that work on the same rows "
+            "(<ds.ring_attn_size> x <ds.tensor_parallel_size>): change one of these numbers."
+        )
+
+
 def partition_violations(ds: DeepSpeedConfig, ranks: int, *, what: str) -> Iterator[str]:
     """Yield a violation if the ranks cannot be divided into groups of --ds.zpg.
 

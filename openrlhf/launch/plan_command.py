@@ -59,7 +59,10 @@ def planned_config(command: str, words: Sequence[str], cluster: Cluster) -> Any:
     machine.cluster_gpus = 0
     if cluster.on_gpus:
         machine.cluster_gpus = cluster.devices
-    os.environ["WORLD_SIZE"] = str(cluster.devices)  # rules of offline commands read it
+    # The rules of offline commands read the number of processes. A CPU machine can run any number.
+    os.environ.pop("WORLD_SIZE", None)
+    if cluster.on_gpus:
+        os.environ["WORLD_SIZE"] = str(cluster.devices)
     stage = (STAGE_COMMANDS | LOCAL_PPO)[command]
     root: Any = stage.flags
     reader = Reader(root, stage.command).read(words)

@@ -13,7 +13,7 @@ from openrlhf.config.supervised import SupervisedConfig
 from openrlhf.planning import advice, table
 from openrlhf.planning.cluster import Cluster, parse_cluster
 from openrlhf.planning.plan import Plan, make_plan
-from openrlhf.planning.shapes import PlanError
+from openrlhf.planning.shapes import PlanError, SplitError
 from openrlhf.planning.usage import gib
 
 
@@ -34,7 +34,8 @@ def this_machine() -> Cluster:
 def plan_of_run(config: Any, declared: str | None = None) -> Plan | None:
     """Return the plan of a run that is starting, or None if its model or devices are unknown.
 
-    If `declared` is set, the plan is for that cluster instead of this machine.
+    If `declared` is set, the plan is for that cluster instead of this machine. Raises SplitError if
+    the ranks of the models or engines cannot share the attention heads.
     """
     try:
         if declared:
@@ -44,6 +45,8 @@ def plan_of_run(config: Any, declared: str | None = None) -> Plan | None:
         if isinstance(config, SupervisedConfig):  # one process per device, started by a launcher
             cluster = replace(cluster, per_node=machine.world_size())
         return make_plan(config, cluster)
+    except SplitError:
+        raise
     except PlanError:
         return None
 

@@ -16,6 +16,7 @@ from openrlhf.config.flags import amend, flags_of, value_at
 from openrlhf.config.supervised import SupervisedConfig
 from openrlhf.planning.cluster import Cluster
 from openrlhf.planning.plan import Plan, make_plan
+from openrlhf.planning.shapes import SplitError
 
 LENGTH_STEP = 128  # tokens
 LONGEST = 1 << 20
@@ -85,7 +86,10 @@ class Search:
             if ENGINE_SHARE in flags:
                 tried[ENGINE_SHARE] = share
             changed = amend(self.config, tried)
-            plan = make_plan(changed, self.cluster)
+            try:
+                plan = make_plan(changed, self.cluster)
+            except SplitError:
+                return None
             if plan.fits and not set(changed.check()) - self.violations:
                 return Advice(flags=tried, plan=plan)
             if ENGINE_SHARE not in flags:

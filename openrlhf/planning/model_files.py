@@ -43,9 +43,9 @@ def read_shape(path: str) -> ModelShape:
         if isinstance(error, PlanError):
             raise
         raise PlanError(
-            f"{path} cannot be read ({error}). Use a local folder with config.json, and with the "
-            "safetensors files for less common architectures; a Hub name needs a network or a "
-            "cached download."
+            f"The model {path} cannot be read ({error}). Use a local folder with config.json, and "
+            "with the safetensors files for less common architectures; a Hub name needs a network "
+            "or a cached download."
         ) from error
 
 

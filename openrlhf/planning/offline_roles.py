@@ -17,7 +17,7 @@ from openrlhf.config.supervised import (
     SupervisedConfig,
 )
 from openrlhf.planning.model_files import read_shape
-from openrlhf.planning.roles import DTYPE_BYTES, ModelRole, Pass
+from openrlhf.planning.roles import DTYPE_BYTES, ModelRole, Pass, check_split
 from openrlhf.planning.shapes import ModelShape
 
 # In a process reward model, this share of the tokens ends a step and therefore needs logits.
@@ -27,7 +27,16 @@ STEP_SHARE = 1 / 16
 def frozen_role(
     name: str, shape: ModelShape, ds: DeepSpeedConfig, ranks: int, on_gpus: bool
 ) -> ModelRole:
-    """Return the role of a frozen model on the same ranks as the trained model."""
+    """Return the role of a frozen model on the same ranks as the trained model.
+
+    Raises SplitError if the ranks cannot share the model's heads.
+    """
+    check_split(
+        "ds.tensor_parallel_size",
+        ds.tensor_parallel_size,
+        shape.kv_heads,
+        what=f"key-value head(s) of the {name}",
+    )
     dtype = ds.param_dtype
     packed = ds.packing_samples
     return ModelRole(

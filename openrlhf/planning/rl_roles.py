@@ -12,7 +12,7 @@ from openrlhf.config.shared import LoadingConfig
 from openrlhf.planning.memory import BUCKET_BYTES
 from openrlhf.planning.model_files import read_shape
 from openrlhf.planning.offline_roles import STEP_SHARE, frozen_role, ring_part, trained_role
-from openrlhf.planning.roles import EngineRole, Hosts, ModelRole, Pass
+from openrlhf.planning.roles import EngineRole, Hosts, ModelRole, Pass, check_split
 from openrlhf.planning.shapes import ModelShape
 
 CPU_CACHE_BYTES = 2**30  # `rollout.engine_settings.CPU_KV_CACHE_BYTES`
@@ -118,6 +118,12 @@ def _engine(config: PPOConfig, on_gpus: bool) -> EngineRole:
     if on_gpus:
         share = float(vllm.engine_args.get("gpu_memory_utilization", vllm.gpu_memory_utilization))
     shape = read_shape(config.actor.model_name_or_path)
+    check_split(
+        "vllm.tensor_parallel_size",
+        vllm.tensor_parallel_size,
+        shape.heads,
+        what=f"attention heads of {config.actor.model_name_or_path}",
+    )
     device = "cuda" if on_gpus else "cpu"
     return EngineRole(
         shape=shape,

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from openrlhf.planning.shapes import ModelShape
+from openrlhf.planning.shapes import ModelShape, SplitError
 
 DTYPE_BYTES = {"bf16": 2, "fp16": 2, "fp32": 4}
 GEMMA_LIKE = ("gemma", "gemma2", "gemma3_text")
@@ -94,6 +94,19 @@ class EngineRole:
     def width(self) -> float:
         """Bytes per weight."""
         return 1.0 if self.quantized else DTYPE_BYTES[self.dtype]
+
+
+def check_split(flag: str, ranks: int, heads: int, *, what: str) -> None:
+    """Raise SplitError unless `heads` attention heads can be shared equally by `ranks` ranks.
+
+    `what` names the heads and the model, and `flag` the number of ranks.
+    """
+    if heads % ranks == 0:
+        return
+    sizes = [str(size) for size in range(1, heads + 1) if heads % size == 0]
+    raise SplitError(
+        f"--{flag} {ranks} does not divide the {heads} {what}: use one of {', '.join(sizes)}."
+    )
 
 
 @dataclass(frozen=True, kw_only=True)

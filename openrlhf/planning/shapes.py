@@ -21,6 +21,10 @@ class PlanError(UserError, ValueError):
     """A model or cluster for which no plan can be made."""
 
 
+class SplitError(PlanError):
+    """A number of ranks that cannot share a model's attention heads equally."""
+
+
 @dataclass(frozen=True)
 class Weight:
     """A weight as loaded, where the experts of a layer are stacked into one tensor."""

@@ -383,6 +383,7 @@ WHOLE_LINES: list[tuple[str, str, str]] = [
     (RL, "", "Each iteration: 1024 prompts x 1 = 1024 samples"),
     (RL, "--train.dynamic_batch_enable",
      "--train.dynamic_batch_enable turns on --ds.packing_samples"),
+    (SFT, "--ds.ring_attn_size 2 --ds.tensor_parallel_size 3", "start a multiple of 6 processes"),
     (RL, "--actor.eps_clip 0.1 --actor.eps_clip_low_high 0.2 0.2",
      "--actor.eps_clip has no effect with"),
     (RL, "--actor.policy_loss_type gspo",
@@ -624,6 +625,17 @@ def test_batch_size_is_checked_against_the_number_of_launched_processes(
     (sentence,) = violations(SFT, "")
     assert "not divisible by the 3 data-parallel ranks (the launcher started 3)" in sentence
     assert "use 126" in sentence
+
+
+@pytest.mark.parametrize("flag", ["--ds.ring_attn_size", "--ds.tensor_parallel_size"])
+def test_launched_processes_must_be_a_multiple_of_the_ranks_that_share_rows(
+    flag: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("WORLD_SIZE", "4")
+    parse(SFT, f"{flag} 2")
+    (sentence,) = violations(SFT, f"{flag} 3")
+    assert f"{flag} 3" in sentence
+    assert "4" in sentence
 
 
 @pytest.mark.parametrize("command", [SFT, "train_dpo", RL])
