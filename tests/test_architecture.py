@@ -49,7 +49,7 @@ HOMES = {
     "wandb": ["observability.trackers"],
     "rich": ["observability.*"],
     "peft": ["models.adapters", "training.tensor_parallel", "checkpoints.combine"],
-    "bitsandbytes": ["training.whole"],
+    "bitsandbytes": ["training.whole", "training.adam_8bit"],
     "fastapi": ["serving.server", "agents.openai_endpoint"],
     "uvicorn": ["serving.server", "serving.connections", "agents.openai_endpoint"],
 }

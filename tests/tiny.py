@@ -54,6 +54,10 @@ def tiny_config(kind: str, **changes: object) -> PretrainedConfig:
             return Qwen2Config(**sizes, tie_word_embeddings=False)
         case "llama":
             return LlamaConfig(**sizes, tie_word_embeddings=False)
+        case "llama-wide":  # some weights have at least 4,096 elements
+            return LlamaConfig(**sizes | {"hidden_size": 64, "intermediate_size": 192})
+        case "llama-wide-odd":  # the sizes of some weights are not multiples of 256
+            return LlamaConfig(**sizes | {"hidden_size": 64, "intermediate_size": 194})
         case "llama-odd":  # sizes that no number of ranks divides
             return LlamaConfig(**sizes | {"vocab_size": 67, "intermediate_size": 65})
         case "mistral-windowed":

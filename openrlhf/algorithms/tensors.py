@@ -2,7 +2,7 @@
 logits at a time.
 """
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any, cast
 
 import torch
@@ -82,6 +82,23 @@ def linear_logprobs(
     return untyped.apply(hidden, weight, bias, targets, temperature, entropy)
 
 
+def linear_reduced(
+    hidden: Float[Tensor, "N H"],
+    weight: Float[Tensor, "V H"],
+    reduce: Callable[[Tensor, slice], Tensor],
+    *,
+    bias: Float[Tensor, " V"] | None = None,
+) -> Float[Tensor, "N ..."]:
+    """Apply `reduce` to the logits hidden · weightᵀ + bias (k, V) of each chunk of rows.
+
+    `reduce(logits, rows)` gets float32 logits (float64 for float64 inputs) and returns one result
+    per row. It must give the same results when it is called again: the backward pass recomputes
+    each chunk. Gradients flow to the inputs, but not through other tensors that `reduce` reads.
+    """
+    untyped = cast(Any, _ReducedLogits)
+    return untyped.apply(hidden, weight, bias, reduce)
+
+
 def logit_logprobs(
     logits: Float[Tensor, "N V"],
     targets: Int[Tensor, " N"],
@@ -152,13 +169,7 @@ class _LinearScores(torch.autograd.Function):
             grad_logprobs = grad_logprobs / ctx.temperature
         if grad_entropy is not None:
             grad_entropy = grad_entropy / ctx.temperature
-        d_states = torch.empty_like(states)
-        d_weight: Tensor | None = None
-        d_bias: Tensor | None = None
-        if ctx.needs_input_grad[1]:
-            d_weight = torch.zeros_like(weight, dtype=dtype)
-        if bias is not None:
-            d_bias = torch.zeros_like(bias, dtype=dtype)
+        gradients = _LinearGradients(states, weight, bias, weight_needed=ctx.needs_input_grad[1])
         for rows in row_chunks(len(states), len(weight)):
             d_logits = _log_softmax(F.linear(states[rows], weight, bias), ctx.temperature)
             if grad_entropy is None:
@@ -168,18 +179,86 @@ class _LinearScores(torch.autograd.Function):
                 d_logits.add_(entropy[rows, None]).mul_(grad_entropy[rows, None])
                 d_logits.add_(grad_logprobs[rows, None]).mul_(p).neg_()
             d_logits.scatter_add_(1, targets[rows, None], grad_logprobs[rows, None])
-            if d_bias is not None:
-                d_bias += d_logits.sum(0)
-            d_logits = d_logits.to(states.dtype)
-            d_states[rows] = d_logits @ weight
-            if d_weight is not None:
-                d_weight += d_logits.t() @ states[rows]
-        return d_states, d_weight, d_bias, None, None, None  # autograd casts to the inputs' dtypes
+            gradients.add(rows, d_logits)
+        # autograd casts to the inputs' dtypes
+        return gradients.states, gradients.weight, gradients.bias, None, None, None
+
+
+class _ReducedLogits(torch.autograd.Function):
+    """A function of each chunk of logits, whose gradient autograd computes chunk by chunk."""
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        states: Tensor,
+        weight: Tensor,
+        bias: Tensor | None,
+        reduce: Callable[[Tensor, slice], Tensor],
+    ) -> Tensor:
+        # Without rows, the result still has the shape that `reduce` gives it.
+        chunks = list(row_chunks(len(states), len(weight))) or [slice(0, 0)]
+        reduced: list[Tensor] = []
+        for rows in chunks:
+            reduced.append(reduce(_widened(F.linear(states[rows], weight, bias)), rows))
+        ctx.save_for_backward(states, weight, bias)
+        ctx.reduce = reduce
+        return torch.cat(reduced)
+
+    @staticmethod
+    @once_differentiable
+    def backward(  # pyright: ignore[reportIncompatibleMethodOverride]
+        ctx: Any, grad: Tensor
+    ) -> tuple[Tensor | None, ...]:
+        states, weight, bias = ctx.saved_tensors
+        gradients = _LinearGradients(states, weight, bias, weight_needed=ctx.needs_input_grad[1])
+        for rows in row_chunks(len(states), len(weight)):
+            logits = _widened(F.linear(states[rows], weight, bias)).requires_grad_()
+            with torch.enable_grad():
+                reduced = ctx.reduce(logits, rows)
+            [d_logits] = torch.autograd.grad(reduced, logits, grad[rows])
+            gradients.add(rows, d_logits)
+        return gradients.states, gradients.weight, gradients.bias, None
+
+
+class _LinearGradients:
+    """Gradients of a linear layer's inputs and weights, summed chunk by chunk.
+
+    The sums over rows are in float32 (float64 for float64 inputs). The gradient of a weight that is
+    not needed is None.
+    """
+
+    def __init__(
+        self, states: Tensor, weight: Tensor, bias: Tensor | None, *, weight_needed: bool
+    ) -> None:
+        dtype = torch.promote_types(states.dtype, torch.float32)
+        self.states = torch.empty_like(states)
+        self.weight: Tensor | None = None
+        self.bias: Tensor | None = None
+        if weight_needed:
+            self.weight = torch.zeros_like(weight, dtype=dtype)
+        if bias is not None:
+            self.bias = torch.zeros_like(bias, dtype=dtype)
+        self._layer = states, weight
+
+    def add(self, rows: slice, d_logits: Tensor) -> None:
+        """Add the part of these rows, from the gradient of their logits (k, V)."""
+        states, weight = self._layer
+        if self.bias is not None:
+            self.bias += d_logits.sum(0)
+        d_logits = d_logits.to(states.dtype)
+        self.states[rows] = d_logits @ weight
+        if self.weight is not None:
+            self.weight += d_logits.t() @ states[rows]
+
+
+def _widened(logits: Tensor) -> Tensor:
+    """Return the logits in float32 or float64."""
+    return logits.to(torch.promote_types(logits.dtype, torch.float32))
 
 
 def _log_softmax(logits: Tensor, temperature: float) -> Tensor:
     """Return a new (rows, V) block of log-probabilities in float32 or float64."""
-    logits = logits.to(torch.promote_types(logits.dtype, torch.float32))
+    logits = _widened(logits)
     if temperature != 1:
         logits = logits / temperature
     return torch.log_softmax(logits, dim=1)

@@ -1,4 +1,4 @@
-"""Checks of the installation and the machine: `python -m openrlhf.cli.doctor`."""
+"""Checks the installation and the machine: `python -m openrlhf.cli.doctor`."""
 
 from collections.abc import Sequence
 

@@ -1,6 +1,6 @@
-"""Memory and speed of a training command: `openrlhf plan COMMAND --cluster CLUSTER [flags]`.
+"""Plans a training command's memory and speed: `openrlhf plan COMMAND --cluster CLUSTER [flags]`.
 
-Reads only the model's config.json and, if necessary, the headers of its weights.
+Of the model, it reads only config.json and, if necessary, the headers of the weight files.
 """
 
 from collections.abc import Sequence
@@ -22,7 +22,7 @@ def main(argv: Sequence[str] | None = None) -> None:
 
 
 def split(words: Sequence[str]) -> tuple[list[str], list[str]]:
-    """Split the words into those of this command and those of the planned command."""
+    """Separate this command's own words from the words of the planned command."""
     flags = {flag.name: flag for flag in flags_of(PlanConfig).values()}
     own: list[str] = []
     planned: list[str] = []

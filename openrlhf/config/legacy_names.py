@@ -102,6 +102,7 @@ RL_NAMES = {
     "n_samples_per_prompt": "rollout.n_samples_per_prompt",
     "dynamic_filtering_reward_range": "algo.dynamic_filtering_range",
     "no_advantage_std_norm": "algo.advantage.no_std_norm",
+    "vllm_enable_is_correction": "algo.advantage.is_correction_enable",
     "enable_vllm_is_correction": "algo.advantage.is_correction_enable",
     "vllm_is_truncated_threshold": "algo.advantage.is_correction_threshold",
     "vllm_is_correction_type": "algo.advantage.is_correction_type",

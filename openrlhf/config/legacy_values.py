@@ -19,6 +19,15 @@ LEVEL, MODE, GATING, THRESHOLD = (
 )
 ENABLE, TYPE = "algo.advantage.is_correction_enable", "algo.advantage.is_correction_type"
 AGGREGATION = "algo.loss.aggregation"
+# The current flag to suggest instead of each old one.
+SUCCESSORS = {
+    ENABLE: LEVEL,
+    TYPE: LEVEL,
+    "algo.correction.level": LEVEL,
+    "algo.correction.mode": MODE,
+    "algo.correction.band": THRESHOLD,
+    "actor.loss_agg_mode": AGGREGATION,
+}
 
 
 class _OldAdvantageConfig(Section):

@@ -208,6 +208,13 @@ def openmp_threads(processes: int) -> int:
     return max(1, usable_cores() // processes)
 
 
+def launched_processes() -> int | None:
+    """Return the number of processes that the launcher started, or None without a launcher."""
+    if os.environ.get("WORLD_SIZE"):
+        return world_size()
+    return None
+
+
 def world_size() -> int:
     """Return the number of processes that the launcher started, or 1 without a launcher."""
     return int(os.environ.get("WORLD_SIZE") or 1)

@@ -27,7 +27,7 @@ FLOORED_SCHEDULERS = (
 
 
 class AdamConfig(Section):
-    """AdamW."""
+    """AdamW, also with 8-bit moments."""
 
     lr: float = option(5e-6, "Peak learning rate.", ge=0)
     betas: tuple[float, float] = option((0.9, 0.95), "Decay rates of the two moments.", ge=0, lt=1)
@@ -52,7 +52,11 @@ class MuonConfig(Section):
 class OptimizerConfig(Section):
     """Optimizer and learning-rate schedule of one model."""
 
-    optim: str = option("adam", "Optimizer: AdamW or Muon.", choices=("adam", "muon"))
+    optim: str = option(
+        "adam",
+        "Optimizer: AdamW, AdamW with 8-bit moments, or Muon.",
+        choices=("adam", "adam_8bit", "muon"),
+    )
     muon: MuonConfig = MuonConfig()
     adam: AdamConfig = AdamConfig()
     lr_scheduler: str = option("cosine_with_min_lr", "Schedule.", choices=SCHEDULERS)

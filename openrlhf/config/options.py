@@ -28,7 +28,14 @@ from openrlhf.config.flags import (
 from openrlhf.config.help import help_text
 from openrlhf.config.legacy import Group, takes_no_value
 from openrlhf.config.legacy_names import ELSEWHERE, NAMES, PARTS, RL_NAMES, RL_PARTS
-from openrlhf.config.legacy_values import AGGREGATION, LEVEL, MODE, combined_flags, current_values
+from openrlhf.config.legacy_values import (
+    AGGREGATION,
+    LEVEL,
+    MODE,
+    SUCCESSORS,
+    combined_flags,
+    current_values,
+)
 from openrlhf.config.plugins import load_plugins
 from openrlhf.config.schema import json_schema
 from openrlhf.config.unsupported import refused_flags
@@ -232,6 +239,7 @@ class Reader:
         paths: list[str] = []
         for found in renamed.get(bare) or nearest(bare, [*available, *renamed]):
             paths += renamed.get(found, [found])
+        paths = [SUCCESSORS.get(path, path) for path in paths]
         paths = list(dict.fromkeys(paths))
         self.doubtful.update(paths)
         dashes = name.removesuffix(bare)

@@ -273,14 +273,10 @@ def _used_groups(config: RLFlags) -> dict[str, GroupConfig | RewardConfig]:
 
 def _slice_violations(config: RLFlags) -> Iterator[str]:
     """Yield a violation for each role whose processes cannot share sequences and layers evenly."""
-    size = config.ds.ranks_per_slice
     for role, group in _used_groups(config).items():
-        if group.num_nodes * group.num_gpus_per_node % size:
-            yield (
-                f"<{role}.num_nodes> x <{role}.num_gpus_per_node> is not a multiple of the {size} "
-                "ranks that work on the same rows (<ds.ring_attn_size> x "
-                "<ds.tensor_parallel_size>)."
-            )
+        ranks = group.num_nodes * group.num_gpus_per_node
+        devices = f"<{role}.num_nodes> x <{role}.num_gpus_per_node>"
+        yield from training_rules.slice_violations(config.ds, ranks, what=devices)
 
 
 def _training_violations(config: RLFlags) -> Iterator[str]:

@@ -4,6 +4,7 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
+from openrlhf.config import machine
 from openrlhf.config.flags import value_at
 from openrlhf.config.optimizer import OptimizerConfig
 from openrlhf.config.rules import is_file
@@ -21,6 +22,11 @@ def weight_violations(ds: DeepSpeedConfig) -> Iterator[str]:
         )
     if ds.load_in_4bit and not ds.lora.rank:
         yield ("<ds.load_in_4bit> freezes the model's weights: train adapters with --ds.lora.rank.")
+    if ds.load_in_4bit and not machine.installed("bitsandbytes"):
+        yield (
+            "<ds.load_in_4bit> needs the package bitsandbytes, which is not installed: "
+            "pip install bitsandbytes, or leave it out."
+        )
     if ds.param_dtype == "fp16":
         yield "<ds.param_dtype> is not available yet: use bf16."
     if ds.adam_offload and ds.zero_stage == 0:
@@ -29,6 +35,19 @@ def weight_violations(ds: DeepSpeedConfig) -> Iterator[str]:
         yield "<ds.param_offload> needs --ds.zero_stage 3."
     if ds.param_offload == "nvme":
         yield "<ds.param_offload> is not available yet: use cpu."
+
+
+def slice_violations(ds: DeepSpeedConfig, processes: int, *, what: str) -> Iterator[str]:
+    """Yield a violation if the processes cannot share sequences and layers evenly.
+
+    `what` describes the origin of `processes`.
+    """
+    size = ds.ranks_per_slice
+    if processes % size:
+        yield (
+            f"{what} is not a multiple of the {size} ranks that work on the same rows "
+            "(<ds.ring_attn_size> x <ds.tensor_parallel_size>): change one of these numbers."
+        )
 
 
 def partition_violations(ds: DeepSpeedConfig, ranks: int, *, what: str) -> Iterator[str]:
@@ -56,10 +75,15 @@ def optimizer_violations(
     optimizer: OptimizerConfig, ds: DeepSpeedConfig, section: str = ""
 ) -> Iterator[str]:
     """Yield what an optimizer cannot be combined with. `section` is its flags' prefix."""
-    if optimizer.optim == "muon" and ds.use_universal_ckpt:
+    if optimizer.optim in ("muon", "adam_8bit") and ds.use_universal_ckpt:
         yield (
             f"<{section}optim>: --ds.use_universal_ckpt converts only the state of adam. Resume "
             "with the same number of processes and leave it out."
+        )
+    if optimizer.optim == "adam_8bit" and not machine.installed("bitsandbytes"):
+        yield (
+            f"<{section}optim> needs the package bitsandbytes, which is not installed: "
+            "pip install bitsandbytes, or use adam."
         )
 
 

@@ -1,1 +1,1 @@
-"""Checks of the installed packages and of this machine, shown by `openrlhf doctor`."""
+"""Checks of the installed packages and this machine for `openrlhf doctor`."""

@@ -1,4 +1,4 @@
-"""`openrlhf doctor`, which runs all checks and shows their findings."""
+"""Runs all checks of `openrlhf doctor` and prints their findings."""
 
 import json
 from collections.abc import Callable, Iterable

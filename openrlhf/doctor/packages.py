@@ -1,6 +1,6 @@
 """Checks of the installed packages: this project, its requirements, and optional packages.
 
-Imports only the standard library at the top, because every command runs some of these checks.
+Heavier imports are inside the functions, because every command runs some of these checks.
 """
 
 import platform
@@ -28,9 +28,9 @@ def python() -> list[Finding]:
 
 
 def other_package() -> list[Finding]:
-    """Return a failure if the PyPI package `openrlhf`, a different project, is also installed.
+    """Return a failure if another project, `openrlhf` on PyPI, is installed as well.
 
-    Both packages have the same import name, so different processes could import different ones.
+    Both projects have the same import name, so processes could import the wrong one.
     """
     return [
         Finding(
@@ -49,7 +49,7 @@ def _is_other(package: Distribution) -> bool:
 
 
 def requirements() -> list[Finding]:
-    """Check that all packages that this project requires are installed in suitable versions."""
+    """Check that all required packages are installed in versions that this project supports."""
     from packaging.requirements import Requirement
 
     found: list[Finding] = []
@@ -67,7 +67,7 @@ def requirements() -> list[Finding]:
     for line in required:
         requirement = Requirement(line)
         if requirement.marker and not requirement.marker.evaluate({"extra": ""}):
-            continue  # the requirement of an extra
+            continue  # required only by an extra
         package = machine.installed(requirement.name)
         installed = package.version if package else "none"
         fits = package and requirement.specifier.contains(installed, prereleases=True)

@@ -1,6 +1,6 @@
-"""Tests of large libraries, each in a process of its own.
+"""Tests large libraries, each in a separate process.
 
-A library may crash its process, hang, or change its environment.
+A library may crash, hang, or change the environment of its process.
 """
 
 import json
@@ -29,9 +29,9 @@ class ProbeError(Exception):
 def probe(
     name: str, *arguments: str, of: str, fix: str, environment: Mapping[str, str] | None = None
 ) -> Any:
-    """Run one of the `PROBES` in a new process, and return its result.
+    """Run one of `PROBES` in a new process and return its result.
 
-    Raises ProbeError with the last line of the error, the name of the library (`of`) and `fix`.
+    Raises ProbeError with the library's name (`of`), the last line of its error, and `fix`.
     """
     command = [sys.executable, "-m", __name__, name, *arguments]
     env = os.environ | (environment or {})
@@ -41,7 +41,7 @@ def probe(
         )
         return json.loads(done.stdout.splitlines()[-1])
     except subprocess.CalledProcessError as failed:
-        error = str(failed)  # names the signal of a crash
+        error = str(failed)  # includes the signal that killed the process
         if failed.returncode > 0:
             error = failed.stderr.strip().splitlines()[-1]
     except subprocess.TimeoutExpired as late:
@@ -50,9 +50,9 @@ def probe(
 
 
 def torch_devices() -> tuple[str, list[tuple[str, int, int]]]:
-    """Return torch's build, and the name, free and total memory in bytes of each GPU.
+    """Return torch's build, and each GPU's name, free memory and total memory in bytes.
 
-    Compute a matrix product on each device, and run a collective.
+    Computes a matrix product on each device, and runs a collective.
     """
     import torch
     from torch import distributed
@@ -78,19 +78,19 @@ def torch_devices() -> tuple[str, list[tuple[str, int, int]]]:
 
 
 def vllm_platform() -> str:
-    """Load vLLM's engine and kernels, and return the device type for which it was built."""
+    """Load vLLM's engine and kernels, and return the device type that vLLM was built for."""
     import torch
     from vllm.platforms import current_platform
 
     import_module("vllm.engine.arg_utils")
-    current_platform.import_kernels()  # only logs a warning if it fails
+    current_platform.import_kernels()  # logs a failure but does not raise
     operators = [schema.name for schema in torch._C._jit_get_all_schemas()]
     assert any(name.startswith("_C") for name in operators), "its kernels cannot be loaded"
     return current_platform.device_type
 
 
 def ray_resources() -> tuple[int, int] | None:
-    """Join the running Ray cluster, if any, and return its number of machines and GPUs."""
+    """Join the running Ray cluster, if any, and return its numbers of machines and GPUs."""
     from openrlhf.cluster.ray_cluster import join_ray, machines
 
     gpus = join_ray()

@@ -13,12 +13,12 @@ from openrlhf.files import disk_of
 from openrlhf.isolation.sandbox import SandboxError, missing_protection
 
 GIB = 2**30
-MEMORY_GIB = 4  # for one engine and one training process with a tiny model
+MEMORY_GIB = 4  # enough for an engine and a training process with a tiny model
 SHM = Path("/dev/shm")
 OBJECT_STORE_GIB = 0.5  # size of Ray's object store on a machine without GPUs
 SHM_GIB_PER_GPU = 1  # for the buffers of NCCL and Ray
 DISK_GIB = 10
-# Limits that Ray needs: what they count, the option of ulimit, and the number.
+# The limits that Ray needs, each with a description, its ulimit option and the minimum.
 LIMITS = {
     resource.RLIMIT_NOFILE: ("open files", "-n", 8192),
     resource.RLIMIT_NPROC: ("processes and threads", "-u", 4096),
@@ -44,7 +44,7 @@ def memory() -> Iterator[Finding]:
 
 
 def disks() -> Iterator[Finding]:
-    """Check the folders for downloads, runs and temporary files: free space and permissions."""
+    """Check free space and permissions of the folders for downloads, runs and temporary files."""
     cache = os.environ.get("XDG_CACHE_HOME", "~/.cache")
     folders = {
         "downloads (HF_HOME)": os.environ.get("HF_HOME", f"{cache}/huggingface"),
@@ -72,7 +72,7 @@ def limits() -> Iterator[Finding]:
 
 
 def sandbox() -> Iterator[Finding]:
-    """Run a program in the sandbox for generated programs, and list missing protections."""
+    """Run a program in the sandbox for generated programs, and report missing protections."""
     try:
         gaps = missing_protection()
     except (SandboxError, OSError) as error:

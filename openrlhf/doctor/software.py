@@ -1,4 +1,4 @@
-"""Checks of torch, vLLM, DeepSpeed, Ray and optional packages: each is tried in its own process."""
+"""Checks of torch, vLLM, DeepSpeed, Ray and optional packages, each in a separate process."""
 
 import shutil
 import subprocess
@@ -14,13 +14,13 @@ from openrlhf.doctor.verdict import verdict
 from openrlhf.rollout.engine_settings import engine_device, engine_environment
 
 GIB = 2**30
-FREE_FRACTION = 0.9  # a GPU with less free memory is reported as used by other processes
+FREE_FRACTION = 0.9  # below this, a GPU is reported as used by other processes
 STACK = "Install versions of torch and vLLM that docs/gpu.md lists."
-# Optional packages: the module to import, and the flag that needs it.
+# Optional packages, each with the module to import and the flags that need it.
 OPTIONAL = {
     "flash-attn": ("flash_attn", "--ds.attn_implementation flash_attention_2"),
     "liger-kernel": ("liger_kernel", "--ds.use_liger_kernel"),
-    "bitsandbytes": ("bitsandbytes", "--ds.load_in_4bit"),
+    "bitsandbytes": ("bitsandbytes", "--ds.load_in_4bit or --optim adam_8bit"),
     "wandb": ("wandb", "--logger.wandb.key"),
 }
 
@@ -41,7 +41,7 @@ def torch() -> Iterator[Finding]:
 
 
 def nvidia_driver() -> str | None:
-    """Return the version of the NVIDIA driver, or None without GPUs."""
+    """Return the version of the NVIDIA driver, or None if there are no GPUs."""
     if not machine.installed_gpus():
         return None
     return subprocess.getoutput(
@@ -62,7 +62,7 @@ def vllm() -> Iterator[Finding]:
 
 
 def deepspeed() -> Iterator[Finding]:
-    """Import DeepSpeed, and look for the tools that compile its AdamW for CPUs and GPU kernels."""
+    """Import DeepSpeed, and look for a compiler for its CPU AdamW and for GPU kernels."""
     yield from library("deepspeed", "deepspeed", "Reinstall DeepSpeed.")
     header = Path(sysconfig.get_path("include"), "Python.h")
     yield verdict(
@@ -74,7 +74,7 @@ def deepspeed() -> Iterator[Finding]:
 
 
 def library(name: str, module: str, fix: str, absent: str = "") -> Iterator[Finding]:
-    """Import a package's module if the package is installed."""
+    """Import `module` if the package `name` is installed."""
     package = machine.installed(name)
     if package is None:
         yield Finding(f"{name} is not installed{absent}", passes=True)
@@ -86,8 +86,8 @@ def library(name: str, module: str, fix: str, absent: str = "") -> Iterator[Find
 
 def optional(name: str) -> Iterator[Finding]:
     """Import an optional package if it is installed."""
-    module, flag = OPTIONAL[name]
-    only = f"; only {flag} needs it"
+    module, flags = OPTIONAL[name]
+    only = f"; it is needed only for {flags}"
     return library(name, module, f"Reinstall it for this torch, or uninstall it{only}.", only)
 
 

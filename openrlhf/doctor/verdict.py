@@ -1,12 +1,12 @@
-"""A finding of the doctor: either a pass or a problem with its fix."""
+"""Creates findings for `openrlhf doctor`: a pass, or a problem with its fix."""
 
 from openrlhf.checks import Finding
 
 
 def verdict(holds: bool, seen: str, problem: str, fix: str, *, fails: bool = False) -> Finding:
-    """Return a pass if a requirement `holds`, or else a warning or failure.
+    """Return a pass if a requirement `holds`, or otherwise a warning or a failure.
 
-    `problem` continues the sentence in `seen`.
+    The text of a warning or failure is `seen` followed by `problem`.
     """
     if holds:
         return Finding(seen, passes=True)

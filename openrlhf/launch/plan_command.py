@@ -1,4 +1,4 @@
-"""`openrlhf plan`: the memory plan of a training command for any cluster.
+"""Runs `openrlhf plan`, which prints the memory plan of a training command for any cluster.
 
 This module imports no heavy library.
 """
@@ -25,7 +25,7 @@ LOCAL_PPO = {"train_ppo": StageCommand("train_ppo", LocalPPOConfig)}
 
 
 def print_plan(config: PlanConfig, words: Sequence[str]) -> None:
-    """Print the plan of a training command with these flags."""
+    """Print the plan of the training command whose flags are `words`."""
     cluster = this_machine()
     if config.cluster:
         cluster = parse_cluster(config.cluster, free_bytes=machine.free_memory())
@@ -51,15 +51,18 @@ def print_plan(config: PlanConfig, words: Sequence[str]) -> None:
 
 
 def planned_config(command: str, words: Sequence[str], cluster: Cluster) -> Any:
-    """Return the resolved configuration of a training command on a cluster.
+    """Resolve the configuration of a training command on a cluster.
 
-    Mistakes in flags that the user set raise ConfigError. Data, rewards and other requirements that
-    do not affect memory may be missing; a notice lists them.
+    Raises ConfigError for mistakes in flags that the user set. Requirements that do not affect
+    memory, such as data and rewards, may be missing; a notice lists them.
     """
     machine.cluster_gpus = 0
     if cluster.on_gpus:
         machine.cluster_gpus = cluster.devices
-    os.environ["WORLD_SIZE"] = str(cluster.devices)  # read by the rules of offline commands
+    # The rules of offline commands read the number of processes. A CPU machine can run any number.
+    os.environ.pop("WORLD_SIZE", None)
+    if cluster.on_gpus:
+        os.environ["WORLD_SIZE"] = str(cluster.devices)
     stage = (STAGE_COMMANDS | LOCAL_PPO)[command]
     root: Any = stage.flags
     reader = Reader(root, stage.command).read(words)

@@ -1,4 +1,4 @@
-"""The memory plan of a run: shown by a dry run and at the start.
+"""The memory plan that a run shows at its start and in a dry run.
 
 This module imports no heavy library.
 """
@@ -13,12 +13,12 @@ from openrlhf.config.supervised import SupervisedConfig
 from openrlhf.planning import advice, table
 from openrlhf.planning.cluster import Cluster, parse_cluster
 from openrlhf.planning.plan import Plan, make_plan
-from openrlhf.planning.shapes import PlanError
+from openrlhf.planning.shapes import PlanError, SplitError
 from openrlhf.planning.usage import gib
 
 
 def this_machine() -> Cluster:
-    """Return this machine as a cluster: its GPUs, or the memory that its processes may use.
+    """Describe this machine as a cluster: its GPUs or, without GPUs, its free memory.
 
     Raises PlanError if the memory of the GPUs cannot be read.
     """
@@ -32,9 +32,10 @@ def this_machine() -> Cluster:
 
 
 def plan_of_run(config: Any, declared: str | None = None) -> Plan | None:
-    """Return the plan of a run that starts, or None if its model or devices are not known.
+    """Return the plan of a run that is starting, or None if its model or devices are unknown.
 
-    `declared` is a cluster to plan for instead of this machine.
+    If `declared` is set, the plan is for that cluster instead of this machine. Raises SplitError if
+    the ranks of the models or engines cannot share the attention heads.
     """
     try:
         if declared:
@@ -44,21 +45,23 @@ def plan_of_run(config: Any, declared: str | None = None) -> Plan | None:
         if isinstance(config, SupervisedConfig):  # one process per device, started by a launcher
             cluster = replace(cluster, per_node=machine.world_size())
         return make_plan(config, cluster)
+    except SplitError:
+        raise
     except PlanError:
         return None
 
 
 def plan_lines(plan: Plan | None) -> list[str]:
-    """Return the table of a plan, or no lines without a plan."""
+    """Return the lines of a plan's table, or no lines if there is no plan."""
     if plan is None:
         return []
     return table.lines(plan)
 
 
 def memory_findings(config: Any, plan: Plan | None) -> list[Finding]:
-    """Return a warning if the run is not expected to fit, with the nearest settings that do.
+    """Return a warning with the nearest settings that fit, if the run is not expected to fit.
 
-    It fails only if the weights alone do not fit.
+    The finding is a failure only if the weights alone do not fit.
     """
     if plan is None or plan.fits or plan.shortage:
         return []
@@ -67,13 +70,13 @@ def memory_findings(config: Any, plan: Plan | None) -> list[Finding]:
 
 
 def advised(config: Any, nearest: advice.Advice | None) -> Iterator[str]:
-    """Yield the sentences that name the nearest settings that fit."""
+    """Yield sentences that describe the nearest settings with which the run fits."""
     if nearest is None:
         yield "No setting fits on this cluster: use a smaller model, or more or larger devices."
         return
     pool = nearest.plan.tightest
     peak = pool.total(pool.peak)
-    yield f"It fits with {nearest.typed(config)}"
+    yield f"The run fits with {nearest.typed(config)}"
     yield f"(peak {gib(peak)} of {gib(pool.capacity)} in {pool.peak})."
     if pool.host_bytes:
         yield f"This needs {gib(pool.host_bytes)} of CPU memory per machine."

@@ -3,8 +3,11 @@
 It turns hidden states into log-probabilities, entropies, logits or values.
 """
 
-from collections.abc import Callable
+from collections import OrderedDict
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
 from typing import Any, cast
+from unittest.mock import patch
 
 import torch
 from jaxtyping import Float, Int
@@ -12,15 +15,17 @@ from torch import Tensor, nn
 from torch.nn.functional import linear
 from torch.utils.checkpoint import checkpoint
 
-from openrlhf.algorithms.tensors import linear_logprobs, logit_logprobs, row_chunks
+from openrlhf.algorithms.tensors import linear_logprobs, linear_reduced, logit_logprobs, row_chunks
 
 
 class OutputHead(nn.Module):
     """The output layer after the decoder: one linear layer, or an adapter around it.
 
-    The layer may be tied to the embeddings. The layer is a submodule of the head, which reads its
-    weight in its own forward pass, so that ZeRO 3 gathers the weight. With `precise`, the product
-    is computed in float32 regardless of the weights' dtype, because rewards need more than 8 bits.
+    The layer may be tied to the embeddings. The layer is a submodule of the head, which reads the
+    layer's weights in its own forward pass, so that ZeRO 3 gathers them once per call: the ranks
+    may have different numbers of chunks, and a gather per chunk would wait for ranks without that
+    chunk. With `precise`, the product is computed in float32 regardless of the weights' dtype,
+    because rewards need more than 8 bits.
     """
 
     def __init__(self, layer: Any, *, precise: bool = False) -> None:
@@ -35,17 +40,21 @@ class OutputHead(nn.Module):
         temperature: float = 1.0,
         entropy: bool = False,
         reduce: Callable[[Tensor, slice], Tensor] | None = None,
+        weights: bool = False,
     ) -> tuple[Tensor, Tensor | None]:
         """Return log-probabilities (K,) of `targets`, and entropies in nats if `entropy` is set.
 
-        Without `targets`, return the outputs (K, V) or, with `reduce`, the results of applying
-        `reduce` to each chunk of outputs.
+        With `reduce`, return the results of applying it to each chunk of float32 logits (k, V), one
+        per row. With `weights`, return the layer's weight (V, H) and bias (V,) without gradient.
+        Otherwise, return the outputs (K, V).
 
-        For log-probabilities, only one chunk of logits exists at a time. The backward pass
-        recomputes the logits.
+        Except for outputs, only one chunk of logits exists at a time. The backward pass recomputes
+        the logits.
         """
+        if weights:
+            return self._weights()
         if reduce:
-            return self.reduced(hidden, reduce), None
+            return self._reduced(hidden, reduce), None
         if targets is None:
             return self._outputs(hidden), None
         if not self._is_plain:
@@ -60,6 +69,17 @@ class OutputHead(nn.Module):
         """True for a linear layer without an adapter around it."""
         return type(self.layer).forward is nn.Linear.forward
 
+    def _weights(self) -> tuple[Tensor, Tensor | None]:
+        """Return the weight and the bias. They stay valid if the layer moves or ZeRO 3 frees it.
+
+        Raises TypeError for an adapted layer.
+        """
+        if not self._is_plain:
+            kind = type(self.layer).__name__
+            raise TypeError(f"The output layer is a {kind}, not a linear layer without an adapter.")
+        weight, bias = self.layer.weight, self.layer.bias
+        return _kept(weight), None if bias is None else _kept(bias)
+
     def _outputs(self, hidden: Tensor) -> Tensor:
         wide = torch.promote_types(hidden.dtype, torch.float32)
         if not (self.precise and self._is_plain):
@@ -69,17 +89,15 @@ class OutputHead(nn.Module):
             bias = bias.to(hidden.device, wide)
         return linear(hidden.to(wide), self.layer.weight.to(hidden.device, wide), bias)
 
-    def reduced(
-        self, hidden: Float[Tensor, "K H"], reduce: Callable[[Tensor, slice], Tensor]
-    ) -> Tensor:
-        """Apply `reduce` to the float32 logits (k, V) of each chunk of rows and concatenate the
-        results.
-
-        The backward pass recomputes the logits.
-        """
+    def _reduced(self, hidden: Tensor, reduce: Callable[[Tensor, slice], Tensor]) -> Tensor:
+        if self._is_plain:
+            return linear_reduced(hidden, self.layer.weight, reduce, bias=self.layer.bias)
+        _read_weights(self.layer)
 
         def reduce_chunk(states: Tensor, rows: slice) -> Tensor:
-            return reduce(self._outputs(states), rows)
+            with _without_hooks(self.layer):
+                logits = self._outputs(states)
+            return reduce(logits, rows)
 
         chunks = list(row_chunks(len(hidden), self.layer.out_features)) or [slice(0, 0)]
         reduced: list[Tensor] = []
@@ -100,8 +118,40 @@ class OutputHead(nn.Module):
                 columns.append(entropies)
             return torch.stack(columns, 1)
 
-        scores = self.reduced(hidden, score_chunk)
+        scores = self._reduced(hidden, score_chunk)
         return scores[:, 0], scores[:, 1] if entropy else None
+
+
+def _kept(parameter: Tensor) -> Tensor:
+    """Return a parameter's values. ZeRO 3 frees the memory of its own, so these are copied."""
+    values = parameter.detach()
+    if hasattr(parameter, "ds_shape"):
+        return values.clone()
+    return values
+
+
+def _read_weights(layer: nn.Module) -> None:
+    """Read all weights of an adapted layer, so that ZeRO 3 gathers them for the calling module.
+
+    ZeRO 3 gathers a weight that is read in a module's forward pass, keeps it until that pass ends,
+    and gathers it again for that module's backward pass.
+    """
+    for module in layer.modules():
+        for name in module._parameters:
+            getattr(module, name)
+
+
+@contextmanager
+def _without_hooks(layer: nn.Module) -> Iterator[None]:
+    """Call the modules of an adapted layer without their forward hooks until the block exits.
+
+    Under ZeRO 3, the hooks gather and free weights, which is collective.
+    """
+    with ExitStack() as stack:
+        for module in layer.modules():
+            for hooks in ("_forward_pre_hooks", "_forward_hooks"):
+                stack.enter_context(patch.object(module, hooks, OrderedDict()))
+        yield
 
 
 def preceding(states: Float[Tensor, "N ..."], places: Int[Tensor, " K"]) -> Float[Tensor, "K ..."]:

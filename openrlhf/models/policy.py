@@ -6,6 +6,7 @@ from typing import NamedTuple, Self
 import torch
 from jaxtyping import Bool, Float, Int
 from torch import Tensor
+from torch.nn.functional import linear
 from transformers import PreTrainedModel
 
 from openrlhf.models.backbone import HeadedModel, Outputs
@@ -72,6 +73,23 @@ class PolicyModel(HeadedModel):
         )
 
 
+class LogitSource(NamedTuple):
+    """Hidden states and the output layer that turns them into logits.
+
+    This takes much less memory than the logits. It is a tuple because ZeRO 3 hooks only look into
+    tuples.
+    """
+
+    states: Float[Tensor, "K H"]
+    weight: Float[Tensor, "V H"]
+    bias: Float[Tensor, " V"] | None
+
+    def logits(self, rows: slice | Int[Tensor, " k"]) -> Float[Tensor, "k V"]:
+        """Return the float32 logits at some of the K positions."""
+        logits = linear(self.states[rows], self.weight, self.bias)
+        return logits.to(torch.promote_types(logits.dtype, torch.float32))
+
+
 class LogitModel(PolicyModel):
     """A language model that applies a function to its logits, one chunk of positions at a time."""
 
@@ -81,25 +99,32 @@ class LogitModel(PolicyModel):
         offsets: Int[Tensor, " B+1"],
         at: Bool[Tensor, " N"],
         reduce: Callable[[Tensor, slice | Tensor], Tensor] | None = None,
-    ) -> Outputs | TokenScores:
+        source: bool = False,
+    ) -> Outputs | TokenScores | LogitSource:
         """Return `reduce(logits (k, V), rows)` for the positions `at`, concatenated over the
         chunks.
 
-        The logits at a position predict the next token. Without `reduce`, score the tokens `at`
-        like a policy.
+        The logits at a position predict the next token. With `source`, return the `LogitSource` of
+        the positions, which is without gradient. Otherwise, score the tokens `at` like a policy.
         """
-        if reduce is None:
+        if reduce is None and not source:
             return super().forward(tokens, offsets, at)
         decoded = self.decode(tokens, offsets)
         places = at.nonzero()[:, 0]
         held = decoded.held(places)
-        if decoded.places is None:
-            return Outputs(self.head(decoded.at(held), reduce=reduce)[0], decoded.aux_loss)
         # the indices of this rank's positions among all positions
         rows = torch.searchsorted(places, held)
+        states = decoded.at(held)
+        if reduce is None:
+            weight, bias = self.head(states, weights=True)
+            if decoded.places is not None:
+                states = decoded.joined(states, rows, len(places))
+            return LogitSource(states.detach(), weight, bias)
+        if decoded.places is None:
+            return Outputs(self.head(states, reduce=reduce)[0], decoded.aux_loss)
 
         def reduce_own(logits: Tensor, chunk: slice) -> Tensor:
             return reduce(logits, rows[chunk])
 
-        values, _ = self.head(decoded.at(held), reduce=reduce_own)
+        values, _ = self.head(states, reduce=reduce_own)
         return Outputs(decoded.joined(values, rows, len(places)), decoded.aux_loss)

@@ -1,1 +1,1 @@
-"""Prediction of a run's memory and speed from its flags, without torch and without weights."""
+"""Predicts a run's memory and speed from its flags, without torch and without weights."""

@@ -1,8 +1,8 @@
-"""Bytes of a forward and backward pass: activations, temporary tensors and logits.
+"""Memory of forward and backward passes: activations, temporary tensors and logits.
 
-The formulas count what PyTorch's autograd saves in the layers of Transformers: the inputs of every
-matrix product, the operands of every product of activations, and the float32 copies of the norms.
-`b` is the number of bytes of an activation, h the hidden size.
+The formulas count the tensors that PyTorch's autograd saves in the layers of Transformers: the
+inputs of matrix products, the operands of products of activations, and the float32 copies in norms.
+`b` is the number of bytes per activation.
 """
 
 from __future__ import annotations
@@ -12,24 +12,24 @@ from dataclasses import dataclass
 from openrlhf.planning.constants import Constants
 from openrlhf.planning.roles import GEMMA_LIKE, ModelRole, Pass
 
-ADAPTED_LAYERS = 7  # linear layers of a decoder layer, whose adapters save `rank` values per token
-CHUNK_LOGITS = 1 << 25  # `algorithms.tensors.CHUNK_LOGITS`: logits that exist at a time
+ADAPTED_LAYERS = 7  # linear layers in a decoder layer; each adapter saves `rank` values per token
+CHUNK_LOGITS = 1 << 25  # `algorithms.tensors.CHUNK_LOGITS`: logits that exist at the same time
 
 
 @dataclass(frozen=True)
 class PassBytes:
-    """Bytes of one pass on one rank."""
+    """Size in bytes of the tensors of one pass on one rank."""
 
     saved: int  # activations that are kept for the backward pass
     recomputed: int  # one layer's activations, with gradient checkpointing
     scoring: int  # temporary tensors of a layer in a pass without gradient
-    training: int  # in a pass with gradient, which saves nearly all tensors of a layer
+    training: int  # temporary tensors in a pass with gradient, which saves most of them
     forward_logits: int  # a chunk of logits with its temporary tensors
     backward_logits: int
 
 
 def pass_bytes(role: ModelRole, batch: Pass, constants: Constants) -> PassBytes:
-    """Return the bytes of a pass, with the measured factors applied."""
+    """Return the sizes of a pass's tensors, scaled by the measured factors."""
     saved, recomputed = _saved(role, batch, constants)
     scoring = batch.tokens * _scoring_per_token(role, batch, constants)
     training = batch.tokens * 2 * role.width * role.shape.hidden
@@ -48,10 +48,11 @@ def pass_bytes(role: ModelRole, batch: Pass, constants: Constants) -> PassBytes:
 
 
 def _saved(role: ModelRole, batch: Pass, constants: Constants) -> tuple[float, float]:
-    """Return the bytes that a training pass keeps for its backward pass.
+    """Return how many bytes a training pass keeps for its backward pass, and recomputes.
 
-    With gradient checkpointing, these are each layer's inputs, and the second value is the largest
-    layer, which the backward pass computes again.
+    With gradient checkpointing, it keeps the inputs of each layer, and the second value is the size
+    of the largest layer's activations, which the backward pass recomputes. Otherwise, the second
+    value is 0.
     """
     shape, b = role.shape, role.width
     layers = 0.0
@@ -70,23 +71,23 @@ def _saved(role: ModelRole, batch: Pass, constants: Constants) -> tuple[float, f
 
 
 def _layer(role: ModelRole, batch: Pass, window: int | None, constants: Constants) -> float:
-    """Return the bytes that one decoder layer saves."""
+    """Return how many bytes one decoder layer saves for the backward pass."""
     shape, b = role.shape, role.width
     norms = shape.norms_per_layer * _norm(role) + 2 * b * shape.hidden
     attention = _attention(role, batch, constants)
     mask = 0.0
     has_mask = not batch.packed or (window is not None and batch.longest > window)
     if has_mask and not role.flash:
-        # the boolean mask's float copy, which the kernel saves
+        # the kernel saves a floating-point copy of the boolean mask
         mask = b * batch.tokens * batch.longest / role.sp
     adapters = b * ADAPTED_LAYERS * role.lora_rank
     return batch.tokens * (norms + attention + _mlp(role) + adapters) + mask
 
 
 def _norm(role: ModelRole) -> float:
-    """Return a norm's saved bytes per token: its input in float32, and the normalized values.
+    """Return how many bytes a norm saves per token: its float32 input and the normalized values.
 
-    The normalized values are only saved for the gradient of the norm's weight.
+    The normalized values are saved only if the norm's weight needs a gradient.
     """
     normalized = role.width
     if role.shape.model_type in GEMMA_LIKE:
@@ -97,7 +98,7 @@ def _norm(role: ModelRole) -> float:
 
 
 def _attention(role: ModelRole, batch: Pass, constants: Constants) -> float:
-    """Return the attention's saved bytes per token: queries, keys, values and outputs."""
+    """Return how many bytes attention saves per token: queries, keys, values and outputs."""
     shape, b = role.shape, role.width
     queries, keys = shape.queries / role.tp, shape.keys / role.tp
     statistics = 4 * shape.heads / role.tp  # log-sum-exp of the scores
@@ -116,9 +117,9 @@ def _attention(role: ModelRole, batch: Pass, constants: Constants) -> float:
 
 
 def _mlp(role: ModelRole) -> float:
-    """Return the saved bytes per token of a dense layer or a mixture of experts.
+    """Return how many bytes a dense MLP or a mixture of experts saves per token.
 
-    The gate and up projections, the activated gate and the product are saved.
+    It saves the gate and up projections, the activated gate and the product.
     """
     shape, b = role.shape, role.width
     if not shape.experts:
@@ -128,7 +129,7 @@ def _mlp(role: ModelRole) -> float:
 
 
 def _inner_width(role: ModelRole) -> float:
-    """Return the number of elements per token of the widest layer's inner activations."""
+    """Return how many elements the inner activations of an MLP, or of experts, have per token."""
     shape = role.shape
     if not shape.experts:
         return shape.intermediate / role.tp
@@ -136,7 +137,7 @@ def _inner_width(role: ModelRole) -> float:
 
 
 def _scoring_per_token(role: ModelRole, batch: Pass, constants: Constants) -> float:
-    """Return the bytes per token of one layer in a forward pass without gradient."""
+    """Return how many bytes per token a layer needs in a forward pass without gradient."""
     shape, b = role.shape, role.width
     inner = b * (3 * _inner_width(role) + 2 * shape.hidden)
     queries, keys = shape.queries / role.tp, shape.keys / role.tp
@@ -148,10 +149,10 @@ def _scoring_per_token(role: ModelRole, batch: Pass, constants: Constants) -> fl
 
 
 def _logits(role: ModelRole, batch: Pass) -> tuple[float, float]:
-    """Return the bytes of the logits in a forward and in a backward pass.
+    """Return the memory of the logits in a forward and in a backward pass, in bytes.
 
-    One chunk of rows exists at a time. The backward pass computes it again, and sums the gradient
-    of the output layer in float32.
+    Only one chunk of rows exists at a time. The backward pass recomputes it, and accumulates the
+    gradient of the output layer in float32.
     """
     shape, b = role.shape, role.width
     if shape.scalar:
@@ -160,15 +161,19 @@ def _logits(role: ModelRole, batch: Pass) -> tuple[float, float]:
     rows = min(batch.scored, max(1, CHUNK_LOGITS // shape.vocabulary))
     chunk = rows * shape.vocabulary
     copies = 4 if b < 4 else 0  # logits in float32
-    previous = b if batch.scored > rows else 0  # the chunk before is freed late
+    previous = b if batch.scored > rows else 0  # the previous chunk is freed late
     forward = b + copies + 4 + previous
     if role.entropy:
         forward += 12
     if role.keeps_logits:
         forward += 8
+    if role.teacher_logits:
+        forward += 8 + b  # the teacher's logits, as computed and in float32, and probabilities
     backward = b + copies + 4 + previous
     if role.keeps_logits:
         backward += 16
+    if role.teacher_logits:
+        backward += 8  # the teacher's probabilities and the gradient of their products
     head = 0
     if role.full_training:
         head = (4 + b) * shape.head_parameters

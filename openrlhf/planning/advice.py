@@ -1,7 +1,7 @@
 """The nearest settings with which a run fits, and the longest sequences that fit.
 
-A change is a flag and its values from the mildest to the strongest. Cheap changes come first: those
-that cost little time, then those that cost more, then those that train something else.
+A change is a flag with values from the mildest to the strongest. Changes that cost little time come
+first, then changes that cost more, then changes to what is trained.
 """
 
 from __future__ import annotations
@@ -16,6 +16,7 @@ from openrlhf.config.flags import amend, flags_of, value_at
 from openrlhf.config.supervised import SupervisedConfig
 from openrlhf.planning.cluster import Cluster
 from openrlhf.planning.plan import Plan, make_plan
+from openrlhf.planning.shapes import SplitError
 
 LENGTH_STEP = 128  # tokens
 LONGEST = 1 << 20
@@ -26,7 +27,7 @@ ENGINE_SHARES = (0.8, 0.7, 0.6, 0.5, 0.4, 0.3, 0.2)
 
 @dataclass(frozen=True)
 class Change:
-    """Flags to change together: one set of values per strength, the mildest first."""
+    """Flags that are changed together, with a set of values per strength, mildest first."""
 
     values: tuple[Mapping[str, Any], ...]
 
@@ -50,10 +51,10 @@ class Advice:
 def nearest_fit(config: Any, cluster: Cluster, *, thorough: bool = True) -> Advice | None:
     """Return the fewest and cheapest changes with which the run fits on the cluster, or None.
 
-    One and two changes are tried in the order of their costs. If they do not suffice, all changes
-    are made, and then undone one by one, the most expensive first, as long as the run still fits.
-    Without `thorough`, only this second search runs. Adapters are advised only if all weights
-    cannot be trained on this cluster.
+    Single changes and then pairs of changes are tried, the cheapest first. If none of them is
+    enough, all changes are made, and each change without which the run still fits is then undone,
+    the most expensive first. Without `thorough`, only this second search runs. Adapters are
+    suggested only if no change makes full training fit on this cluster.
     """
     search = Search(config, cluster)
     changes = list(_changes(config, cluster))
@@ -68,7 +69,7 @@ def nearest_fit(config: Any, cluster: Cluster, *, thorough: bool = True) -> Advi
 
 
 class Search:
-    """Trials of changed flags on a cluster."""
+    """Search for flags with which a run fits on a cluster."""
 
     def __init__(self, config: Any, cluster: Cluster) -> None:
         self.config = config
@@ -76,7 +77,7 @@ class Search:
         self.violations = set(config.check())
 
     def trial(self, values: Sequence[Mapping[str, Any]]) -> Advice | None:
-        """Return the plan with these flags if it fits and breaks no rule that was kept before."""
+        """Return the plan with these flags if it fits and violates no additional rule."""
         flags: dict[str, Any] = {}
         for each in values:
             flags |= each
@@ -85,7 +86,10 @@ class Search:
             if ENGINE_SHARE in flags:
                 tried[ENGINE_SHARE] = share
             changed = amend(self.config, tried)
-            plan = make_plan(changed, self.cluster)
+            try:
+                plan = make_plan(changed, self.cluster)
+            except SplitError:
+                return None
             if plan.fits and not set(changed.check()) - self.violations:
                 return Advice(flags=tried, plan=plan)
             if ENGINE_SHARE not in flags:
@@ -93,7 +97,7 @@ class Search:
         return None
 
     def fewest(self, changes: Sequence[Change], *, thorough: bool) -> Sequence[Change] | None:
-        """Return few of the changes with which the run fits at full strength, or None."""
+        """Return a small set of changes that make the run fit at full strength, or None."""
         if thorough:
             for count in (1, 2):
                 for some in combinations(changes, count):
@@ -109,7 +113,7 @@ class Search:
         return chosen
 
     def milder(self, changes: Sequence[Change]) -> Advice:
-        """Return the mildest values of these changes with which the run still fits."""
+        """Return the mildest values of these changes that still make the run fit."""
         strongest = [change.values[-1] for change in changes]
         for place, change in enumerate(changes):
             for mild in change.values:
@@ -124,7 +128,7 @@ class Search:
 
 
 def _changes(config: Any, cluster: Cluster) -> Iterator[Change]:
-    """Yield the changes that this configuration leaves open, the cheapest first."""
+    """Yield the changes that this configuration has not made yet, the cheapest first."""
     is_rl = not isinstance(config, SupervisedConfig)
     ds = config.ds
     if is_rl:
@@ -183,7 +187,7 @@ def _batch_changes(config: Any) -> Iterator[Change]:
 
 
 def _engine_changes(config: Any, cluster: Cluster) -> Iterator[Change]:
-    """Yield changes of engines that share devices with models, and of their parallelism."""
+    """Yield changes to engines: sleep and memory on shared devices, and parallelism."""
     vllm, ds = config.vllm, config.ds
     if config.rollout.replay_dir or not cluster.on_gpus:
         return
@@ -208,9 +212,9 @@ def _engine_changes(config: Any, cluster: Cluster) -> Iterator[Change]:
 
 
 def longest_length(config: Any, cluster: Cluster) -> int:
-    """Return the largest --data.max_len with which the run fits, in steps of 128 tokens; 0: none.
+    """Return the largest --data.max_len that fits, a multiple of 128, or 0 if none fits.
 
-    Memory grows with the length, so a binary search finds the limit.
+    Memory grows with the length, so the limit is found by binary search.
     """
 
     def fits(steps: int) -> bool:

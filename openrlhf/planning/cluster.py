@@ -1,4 +1,4 @@
-"""Clusters written as text, such as 2x8xH100-80GB, and the devices that they may consist of."""
+"""Clusters in text form, such as 2x8xH100-80GB, and the kinds of devices they can contain."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ CPU_MACHINE = re.compile(r"cpu(?:-(\d+(?:\.\d+)?)GB)?")
 
 @dataclass(frozen=True)
 class DeviceKind:
-    """A kind of GPU: memory in GB as in its name, and rates from its data sheet."""
+    """A kind of GPU, with the memory in GB from its name and the rates from its data sheet."""
 
     memory: float
     teraflops: float  # dense bfloat16 tensor cores, 10¹² operations per second
@@ -23,7 +23,8 @@ class DeviceKind:
     link: float  # GB/s per direction to the other GPUs of the machine (NVLink, else PCIe)
 
 
-# NVIDIA's data sheets. NVLink's bandwidth is half of the advertised sum of both directions.
+# From NVIDIA's data sheets. They state NVLink's bandwidth for both directions together; half of it
+# is used here.
 KINDS_OF_DEVICES = {
     "V100": DeviceKind(32, 125, 900, 150),
     "A100": DeviceKind(80, 312, 2039, 300),
@@ -39,7 +40,7 @@ KINDS_OF_DEVICES = {
     "RTX3090": DeviceKind(24, 71, 936, 32),
     "RTX4090": DeviceKind(24, 165, 1008, 32),
 }
-UNNAMED = KINDS_OF_DEVICES["RTX4090"]  # the rates of a device that is given by its memory only
+UNNAMED = KINDS_OF_DEVICES["RTX4090"]  # its rates are used if only a memory size is given
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -54,12 +55,12 @@ class Cluster:
 
     @property
     def devices(self) -> int:
-        """The number of devices of all machines."""
+        """The number of devices in all machines."""
         return self.nodes * self.per_node
 
     @property
     def rates(self) -> DeviceKind:
-        """The rates of a device."""
+        """The kind of GPU whose rates apply to a device."""
         return KINDS_OF_DEVICES.get(self.kind, UNNAMED)
 
     def __str__(self) -> str:
@@ -73,10 +74,10 @@ class Cluster:
 
 
 def parse_cluster(text: str, *, free_bytes: int = 0) -> Cluster:
-    """Return the cluster that a text describes.
+    """Parse the description of a cluster.
 
-    GB counts 2³⁰ bytes, as in the names of GPUs. `cpu` without a size has `free_bytes` of memory.
-    Raises PlanError for a text in another form, and for an unknown device without a size.
+    GB counts 2³⁰ bytes, as in the names of GPUs. `cpu` without a size stands for `free_bytes` of
+    memory. Raises PlanError for any other form, and for an unknown device without a size.
     """
     machine = CPU_MACHINE.fullmatch(text)
     if machine:

@@ -1,4 +1,4 @@
-"""Measured numbers of the memory formulas, per device kind."""
+"""Measured constants of the memory formulas, by device kind."""
 
 from __future__ import annotations
 
@@ -9,22 +9,22 @@ MIB = 2**20
 
 @dataclass(frozen=True, kw_only=True)
 class Constants:
-    """Numbers that the formulas cannot derive: sizes of libraries, and factors on counted bytes."""
+    """Numbers that must be measured: sizes of libraries, and factors applied to computed sizes."""
 
     device: str  # "cpu" or "cuda"
-    measured: bool  # False: estimates that no measurement has confirmed yet
-    process_bytes: int  # a training process before its first model
-    engine_process_bytes: int  # an engine's process before its model
-    role_bytes: int = 0  # a process's first model, in addition to its tensors
+    measured: bool  # False: some are estimates that have not been confirmed by measurement
+    process_bytes: int  # a training process before it loads a model
+    engine_process_bytes: int  # an engine's process before it loads its model
+    role_bytes: int = 0  # the first model of a process, in addition to its tensors
     rounded_bytes: int = 0  # a process with bfloat16 models: oneDNN's compiled kernels
     sharded_bytes: int = 0  # a trained model under ZeRO 3: DeepSpeed's buffers
     fixed_step_bytes: int = 0  # a training pass, in addition to its tensors
-    activation_factor: float = 1.0  # on activations that are saved for the backward pass
-    transient_factor: float = 1.0  # on temporary tensors of one layer
-    logits_factor: float = 1.0  # on one chunk of logits and its temporary tensors
-    allocator_factor: float = 1.0  # on all activations and logits: fragmentation
+    activation_factor: float = 1.0  # applied to activations that are saved for the backward pass
+    transient_factor: float = 1.0  # applied to the temporary tensors of one layer
+    logits_factor: float = 1.0  # applied to one chunk of logits and its temporary tensors
+    allocator_factor: float = 1.0  # applied to all activations and logits, for fragmentation
     engine_bytes: int = 0  # an engine, in addition to its weights and KV cache
-    cache_factor: float = 1.0  # on an engine's KV cache
+    cache_factor: float = 1.0  # applied to an engine's KV cache
 
 
 CPU = Constants(
@@ -37,9 +37,9 @@ CPU = Constants(
     sharded_bytes=8 * MIB,
     engine_bytes=200 * MIB,
 )
-# `process_bytes` and `allocator_factor` were read on one H100 with torch 2.11: a CUDA context with
-# the kernels of torch, and what PyTorch's allocator holds beyond the tensors. The numbers of the
-# engine are estimates.
+# `process_bytes` and `allocator_factor` were measured on one H100 with torch 2.11: the CUDA context
+# with torch's kernels, and the memory that PyTorch's allocator holds in addition to the tensors.
+# The numbers for the engine are estimates.
 CUDA = Constants(
     device="cuda",
     measured=False,

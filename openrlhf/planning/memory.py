@@ -1,8 +1,9 @@
-"""Bytes of each role at each instant on one rank: what DeepSpeed, PyTorch and vLLM allocate.
+"""Memory of each role on one rank at each instant: what DeepSpeed, PyTorch and vLLM allocate.
 
-Training states follow DeepSpeed's optimizers: torch's own at stage 0, `BF16_Optimizer` at stage 1
-in bfloat16, `DeepSpeedZeroOptimizer` at stages 1 and 2, and `DeepSpeedZeroOptimizer_Stage3`.
-T is the number of trained weights on a rank after tensor parallelism; a rank owns T ÷ ranks.
+The training state depends on DeepSpeed's optimizer: torch's own at stage 0, `BF16_Optimizer` at
+stage 1 in bfloat16, `DeepSpeedZeroOptimizer` otherwise at stages 1 and 2, and
+`DeepSpeedZeroOptimizer_Stage3` at stage 3. If a rank has T trained weights after tensor
+parallelism, it owns the optimizer state of T ÷ ranks.
 """
 
 from __future__ import annotations
@@ -20,26 +21,29 @@ BUCKET_BYTES = {"cpu": 64 * MIB, "cuda": 256 * MIB}  # `workers.base.BUCKET_BYTE
 REDUCE_BUCKET = 500_000_000  # DeepSpeed's reduce_bucket_size, in elements
 LIVE_PARAMETERS = 1_000_000_000  # DeepSpeed's stage3_max_reuse_distance, in elements
 SUB_GROUP = 1_000_000_000  # DeepSpeed's sub_group_size, in elements
-PERSISTENT_WIDTH = 10  # ZeRO 3 keeps weights of fewer than 10 · h elements whole
+PERSISTENT_WIDTH = 10  # ZeRO 3 does not shard weights of fewer than 10 · h elements
 PREFETCHED_SQUARE = 0.9  # ZeRO 3 prefetches 0.9 · h² elements
 PROOF = Pass(tokens=34, longest=17, scored=26)  # `models.proof` scores two short sequences
 SAMPLED_WEIGHTS = 4_000_000  # `training.masters.MAX_SAMPLED_WEIGHTS`
 # NF4 with double quantization: 4 bits, one byte per 64 weights, one float32 per 64 · 256 weights.
 NF4_BYTES = 0.5 + 1 / 64 + 4 / (64 * 256)
-ROW_SPLIT = ("o_proj", "down_proj")  # tensor parallelism splits these by their inputs
+ROW_SPLIT = ("o_proj", "down_proj")  # tensor parallelism splits these along their inputs
 # Optimizer state per trained weight, by --optim; other optimizers are counted like Adam.
-MOMENT_BYTES = {"adam": 8, "adam_8bit": 2, "muon": 4}
+MOMENT_BYTES = {"adam": 8, "muon": 4}
+# With adam_8bit: two moments of one byte each, with a float32 scale for each block of 256 moments.
+BYTES_OF_8BIT_MOMENTS = 2 * (1 + 4 / 256)
+MIN_8BIT_SIZE = 4096  # `training.optimizers.MIN_8BIT_SIZE`
 
 
 @dataclass(frozen=True, kw_only=True)
 class Gradients:
-    """Bytes of gradients on one rank."""
+    """Size in bytes of the gradients on one rank."""
 
     idle: int = 0  # buffers that exist between optimizer steps
-    kept: int = 0  # between the micro-batches of a step, including `idle`
-    backward: int = 0  # in addition to `kept`, while a backward pass runs
-    step: int = 0  # in addition to `kept`, while the optimizer steps
-    host: int = 0  # in CPU memory, with an offloaded optimizer
+    kept: int = 0  # buffers that exist between the micro-batches of a step, including `idle`
+    backward: int = 0  # added to `kept` while a backward pass runs
+    step: int = 0  # added to `kept` while the optimizer steps
+    host: int = 0  # in CPU memory, if the optimizer is offloaded
 
 
 @dataclass(frozen=True)
@@ -64,14 +68,14 @@ class RoleMemory:
 
     @cached_property
     def owned(self) -> int:
-        """The number of trained weights whose optimizer state this rank has."""
+        """The number of trained weights whose optimizer state is on this rank."""
         if self.role.zero_stage == 0:
             return self.trained
         return -(-self.trained // self.role.ranks)
 
     @cached_property
     def whole_bytes(self) -> int:
-        """The bytes of all weights on this rank, before ZeRO 3."""
+        """The size of all weights on this rank before ZeRO 3 shards them, in bytes."""
         role = self.role
         total = 0.0
         for weight in role.shape.weights:
@@ -83,7 +87,7 @@ class RoleMemory:
 
     @cached_property
     def weight_bytes(self) -> int:
-        """The bytes of the weights between passes, wherever they are."""
+        """The size of the weights between passes, on the device or in CPU memory, in bytes."""
         role = self.role
         if not role.sharded:
             return self.whole_bytes
@@ -93,16 +97,17 @@ class RoleMemory:
 
     @property
     def resting_bytes(self) -> int:
-        """The bytes of the weights that are on the device between passes, without gathered ones."""
+        """The size of the device's weights between passes, without gathered weights, in bytes."""
         if self.role.param_offload:
             return 0
         return self.weight_bytes
 
     @cached_property
     def gathered_bytes(self) -> int:
-        """The bytes of the whole weights that ZeRO 3 gathers in a pass without gradient.
+        """The size of the weights that ZeRO 3 gathers in a pass without gradient, in bytes.
 
-        DeepSpeed keeps weights that it reuses within 10⁹ elements, also after the pass.
+        DeepSpeed keeps a gathered weight, even after the pass, if fewer than 10⁹ elements of
+        weights are used before it is needed again.
         """
         role = self.role
         if not role.sharded:
@@ -112,9 +117,9 @@ class RoleMemory:
 
     @property
     def _gathered_in_training(self) -> int:
-        """The bytes of the whole weights that exist at a time in a training pass.
+        """The size of the weights that are gathered at the same time in a training pass, in bytes.
 
-        The order of the weights is known, so that each one is freed after its use.
+        DeepSpeed knows the order of the weights, so it frees each of them after its use.
         """
         return min(self.gathered_bytes, self.role.width * self.role.shape.largest_weight)
 
@@ -127,16 +132,20 @@ class RoleMemory:
 
     def _adapter(self, weight: Weight) -> int:
         """Return the number of elements of a weight's adapter on this rank."""
+        return sum(self._adapter_sizes(weight, self.role.tp))
+
+    def _adapter_sizes(self, weight: Weight, tp: int) -> tuple[int, ...]:
+        """Return the number of elements of each part of a weight's adapter on one of `tp` ranks."""
         role = self.role
         if not weight.is_linear or not self._is_adapted(weight):
-            return 0
+            return ()
         outputs, inputs = weight.shape
         if weight.module in ROW_SPLIT:
-            inputs //= role.tp
+            inputs //= tp
         else:
-            outputs //= role.tp
+            outputs //= tp
         magnitudes = weight.shape[0] if role.dora else 0
-        return role.lora_rank * (outputs + inputs) + magnitudes
+        return (role.lora_rank * outputs, role.lora_rank * inputs, magnitudes)
 
     def _is_adapted(self, weight: Weight) -> bool:
         modules = self.role.lora_modules
@@ -144,13 +153,44 @@ class RoleMemory:
 
     @cached_property
     def optimizer_bytes(self) -> int:
-        """The bytes of moments and float32 master weights, wherever they are."""
+        """The size of moments and float32 master weights, on the device or not, in bytes."""
         role = self.role
         if not role.trained:
             return 0
         masters = 0 if role.zero_stage == 0 else 4
-        moments = MOMENT_BYTES.get(role.optimizer, 8)
-        return (masters + moments) * self.owned
+        return masters * self.owned + self.moment_bytes
+
+    @cached_property
+    def moment_bytes(self) -> int:
+        """The bytes of the optimizer's moments, wherever they are."""
+        role = self.role
+        if role.optimizer != "adam_8bit":
+            return MOMENT_BYTES.get(role.optimizer, 8) * self.owned
+        share = self._rounded / self.trained
+        per_weight = share * BYTES_OF_8BIT_MOMENTS + (1 - share) * MOMENT_BYTES["adam"]
+        return round(per_weight * self.owned)
+
+    @cached_property
+    def _rounded(self) -> int:
+        """The number of trained weights on this rank with 8-bit moments if adam_8bit trains them.
+
+        Weights with few elements, embeddings and vectors have 32-bit moments. The sizes before
+        tensor parallelism decide.
+        """
+        rounded = 0
+        for weight in self.role.shape.weights:
+            if self.role.lora_rank:
+                whole = self._adapter_sizes(weight, 1)
+                local = self._adapter_sizes(weight, self.role.tp)
+                for size, part in zip(whole, local, strict=True):
+                    rounded += part if size >= MIN_8BIT_SIZE else 0
+            elif (
+                weight.numel >= MIN_8BIT_SIZE
+                and len(weight.shape) > 1
+                and "embed" not in weight.name
+            ):
+                rounded += self._local(weight)
+        return rounded
 
     @property
     def _has_bf16_optimizer(self) -> bool:
@@ -160,13 +200,13 @@ class RoleMemory:
 
     @cached_property
     def gradients(self) -> Gradients:
-        """The bytes of the gradients, by ZeRO stage."""
+        """The size of the gradients at the role's ZeRO stage."""
         role, owned = self.role, self.owned
         g = DTYPE_BYTES[role.grad_accum_dtype]
         if not role.trained:
             return Gradients()
         if role.zero_stage == 3:
-            # the reduce bucket of h² elements, and the largest weight's whole gradient
+            # the reduce bucket of h² elements, and the unsharded gradient of the largest weight
             reduced = role.width * (role.shape.hidden**2 + self._largest_trained())
             if role.adam_offload:
                 return Gradients(backward=reduced, host=(g + 4) * owned)
@@ -176,7 +216,7 @@ class RoleMemory:
         if role.zero_stage == 0:
             return Gradients(kept=role.width * self.trained, step=flattened)
         if self._has_bf16_optimizer:
-            buffer = g * self.trained  # `BF16_Optimizer`: a whole float32 buffer on every rank
+            buffer = g * self.trained  # `BF16_Optimizer` does not shard it
             largest = 4 * self._largest_trained()
             reduced = 2 * flattened if role.ranks > 1 else 0
             return Gradients(
@@ -188,9 +228,9 @@ class RoleMemory:
         return self._zero_gradients(g)
 
     def _zero_gradients(self, g: int) -> Gradients:
-        """Return the gradients of `DeepSpeedZeroOptimizer`: stages 1 and 2."""
+        """Return the size of the gradients of `DeepSpeedZeroOptimizer` (stages 1 and 2)."""
         role, owned = self.role, self.owned
-        has_copies = g != role.width  # gradients are summed in another dtype than the weights'
+        has_copies = g != role.width  # summed in a dtype that differs from the weights'
         bucket = role.width * self._bucket_elements()
         host = 0
         if role.adam_offload:
@@ -215,9 +255,9 @@ class RoleMemory:
         return Gradients(kept=g * owned, backward=backward, step=4 * owned)
 
     def _bucket_elements(self) -> int:
-        """Return the elements of the reduce bucket that take memory.
+        """Return how many elements of the reduce bucket take up memory.
 
-        A GPU allocates the whole bucket; a CPU only the pages that are written.
+        On a GPU, the entire bucket is allocated; on a CPU, only the pages that are written.
         """
         if self.constants.device == "cuda":
             return REDUCE_BUCKET * (2 if self.role.overlap_comm else 1)
@@ -230,21 +270,22 @@ class RoleMemory:
 
     @property
     def on_host(self) -> tuple[int, int]:
-        """The bytes of weights and training state that are kept in CPU memory."""
+        """The sizes of the weights and the training state in CPU memory, in bytes."""
         role = self.role
         weights = self.weight_bytes if role.param_offload else 0
         state = self.gradients.host
         if role.adam_offload:
             state += self.optimizer_bytes
         if role.ema:
-            # Under ZeRO 3, each rank averages its part; otherwise, rank 0 averages everything. On
-            # GPUs, the ranks' CPU memory is added up, so that each one counts for a part.
+            # Under ZeRO 3, each rank averages its own part; otherwise, rank 0 averages all weights.
+            # On GPUs, the CPU memory of the ranks is added up, so each rank is charged for one
+            # part.
             divides = role.sharded or self.constants.device == "cuda"
             state += 4 * self.trained // (role.ranks if divides else 1)
         return weights, state
 
     def idle(self, *, awake: bool) -> Usage:
-        """Return what is on the device between passes."""
+        """Return the device memory between passes."""
         role = self.role
         fixed = self.constants.role_bytes
         if role.width < 4:
@@ -256,7 +297,7 @@ class RoleMemory:
         if role.trained:
             usage += Usage(optimizer=self._sampled_bytes())
         else:
-            usage += Usage(weights=self.gathered_bytes)  # kept after a pass
+            usage += Usage(weights=self.gathered_bytes)  # stay gathered after a pass
         if role.sleeps and not awake:
             return usage
         if not role.adam_offload:
@@ -273,21 +314,20 @@ class RoleMemory:
         return Usage(weights=self.gathered_bytes)
 
     def loaded(self) -> Usage:
-        """Return what is on the device before the first step, which creates the moments."""
+        """Return the device memory before the first step, which creates the moments."""
         idle = self.idle(awake=True)
         if not self.role.trained or self.role.adam_offload:
             return idle
-        moments = MOMENT_BYTES.get(self.role.optimizer, 8) * self.owned
-        return replace(idle, optimizer=idle.optimizer - moments)
+        return replace(idle, optimizer=idle.optimizer - self.moment_bytes)
 
     def load(self) -> Usage:
-        """Return the peak while the model is loaded, its optimizer is created and it is proved."""
+        """Return the peak while the model is loaded and checked and its optimizer is created."""
         role = self.role
         idle = self.loaded()
         candidates = [self.proved()]
         largest = role.shape.largest_weight
         if role.sharded and self.constants.device == "cpu":
-            # the pages of the files count while each rank cuts its part of them
+            # the files' pages count as memory while each rank copies its part of them
             read = role.width * role.shape.parameters + 8 * largest
             reading = Usage(weights=self.resting_bytes + read)
             candidates.append(replace(reading, framework=idle.framework))
@@ -311,14 +351,14 @@ class RoleMemory:
         return on_cpu and not role.trained and role.width < role.shape.stored_width
 
     def _proof(self) -> Usage:
-        """Return the bytes of the passes that check the layout of batches (`models.proof`)."""
+        """Return the memory of the passes that check the layout of batches (`models.proof`)."""
         batch = replace(PROOF, packed=(self.role.training or self.role.scoring or PROOF).packed)
         role = replace(self.role, gradient_checkpointing=False)  # off outside of training
         sizes = pass_bytes(role, batch, self.constants)
         return Usage(activations=sizes.saved, logits=sizes.backward_logits)
 
     def _optimizer_creation(self, idle: Usage) -> list[Usage]:
-        """Return the memory while weights are flattened, and while master weights are created."""
+        """Return the memory while weights are flattened and while master weights are created."""
         role = self.role
         flat = role.width * (self.owned if role.sharded else self.trained)
         if self.constants.device == "cuda" and not self._has_bf16_optimizer:
@@ -326,13 +366,14 @@ class RoleMemory:
         flattened = Usage(weights=self.resting_bytes + flat, framework=idle.framework)
         grown = idle
         if not role.adam_offload:
-            # the master weights are cut from a copy of the weights
+            # the master weights are slices of a copy of the weights
             copied = self.owned if role.sharded else self.trained
             if role.width < 4 and not self._has_bf16_optimizer:
-                copied = 0  # converted to float32
+                copied = 0  # the slices are converted to float32, without such a copy
             grown += self.passing() + Usage(weights=role.width * copied)
         if role.width < 4:
-            # the largest weight as stored, in float32, and rounded, to restore its low bits
+            # three copies of the largest weight, to restore its low bits: as stored, float32,
+            # rounded
             grown += Usage(weights=9 * role.shape.largest_weight)
         return [flattened, grown]
 
@@ -374,7 +415,7 @@ class RoleMemory:
         return {Instant.FORWARD: forward, Instant.BACKWARD: backward, Instant.STEP: step}
 
     def _sampled_bytes(self) -> int:
-        """Return a copy of the sampled weights that measure how many of them a step changes."""
+        """Return the size of the copied weights from which changes in a step are counted."""
         if self.role.dtype == "fp32":
             return 0
         return self.role.width * min(self.owned, SAMPLED_WEIGHTS)
@@ -391,9 +432,9 @@ class RoleMemory:
             bucket = min(bucket, role.width * self.trained)
         buffers = max(bucket, largest)
         if role.sharded or role.tp > 1:
-            buffers *= 2  # the whole weights of the bucket, and their packed copy
+            buffers *= 2  # the gathered weights of the bucket, and their packed copy
         if role.lora_rank and not role.adapter_only:
-            # All merged weights of a bucket exist at once. The embeddings come first.
+            # All merged weights of a bucket exist at the same time. The embeddings are sent first.
             first = max(0, bucket - role.width * role.shape.largest_weight)
             merged = 4 * sum(w.numel for w in role.shape.weights if w.is_linear)
             buffers += max(min(first, merged), min(bucket, merged - first))
@@ -402,7 +443,7 @@ class RoleMemory:
 
 
 def _forward(sizes: PassBytes, inner: int) -> Usage:
-    """Return the larger of the last layer's peak and the output layer's."""
+    """Return the forward peak, which is in the last layer or in the output layer."""
     activations = sizes.saved
     if sizes.forward_logits > inner:
         return Usage(activations=activations, logits=sizes.forward_logits)
@@ -412,7 +453,8 @@ def _forward(sizes: PassBytes, inner: int) -> Usage:
 def _backward(sizes: PassBytes, *, earlier: int, summed: int) -> Usage:
     """Return the peak of a backward pass.
 
-    It starts with all activations and the logits. Then activations are freed while gradients grow.
+    At the start, all activations and the logits exist; then activations are freed while gradients
+    accumulate.
     """
     start = Usage(activations=sizes.saved, logits=sizes.backward_logits, gradients=earlier)
     layer = sizes.recomputed + sizes.training
@@ -424,8 +466,8 @@ def _backward(sizes: PassBytes, *, earlier: int, summed: int) -> Usage:
 def predict_role(role: ModelRole, constants: Constants) -> dict[Instant, Usage]:
     """Return the peak of a role's device memory on one rank, by instant.
 
-    On a CPU, what would be offloaded to CPU memory is included. The process itself is not:
-    `Constants.process_bytes` is added once per process.
+    If the device is a CPU, state that is offloaded to CPU memory is included. The memory of the
+    process itself (`Constants.process_bytes`) is not included; it is added once per process.
     """
     memory = RoleMemory(role, constants)
     usage = {instant: memory.idle(awake=False) for instant in Instant}
@@ -446,9 +488,9 @@ def predict_role(role: ModelRole, constants: Constants) -> dict[Instant, Usage]:
 
 
 def predict_host(role: ModelRole, constants: Constants) -> dict[Instant, Usage]:
-    """Return the bytes that a role keeps in CPU memory on one rank, by instant.
+    """Return the CPU memory that a role occupies on one rank, by instant.
 
-    For ranks in GPU memory, this is what the machine must provide in addition.
+    For ranks on GPUs, the machine must provide it in addition to the GPU memory.
     """
     memory = RoleMemory(role, constants)
     weights, state = memory.on_host
@@ -464,13 +506,13 @@ def predict_host(role: ModelRole, constants: Constants) -> dict[Instant, Usage]:
 
 
 def cache_bytes_per_token(engine: EngineRole) -> float:
-    """Return the bytes of keys and values per token on one device of an engine."""
+    """Return the size of a token's keys and values on one device of an engine, in bytes."""
     shape = engine.shape
     return 2 * shape.layers * shape.keys * DTYPE_BYTES[engine.dtype] / engine.devices
 
 
 def smallest_engine(engine: EngineRole, constants: Constants) -> int:
-    """Return the bytes that an engine needs on a device to serve one sequence of `max_len`."""
+    """Return how many bytes an engine needs on a device to serve one sequence of `max_len`."""
     weights = engine.width * engine.shape.parameters / engine.devices
     cache = cache_bytes_per_token(engine) * engine.max_len * constants.cache_factor
     return round(weights + cache + constants.engine_bytes)
@@ -481,8 +523,8 @@ def predict_engine(
 ) -> dict[Instant, Usage]:
     """Return the peak of an engine on one of its devices, by instant.
 
-    vLLM fills its share of a GPU with KV cache. An engine that sleeps is already asleep when the
-    models on its devices are loaded.
+    vLLM fills its share of a GPU with KV cache. An engine with sleep mode is already asleep when
+    the models on its devices are loaded.
     """
     weights = round(engine.width * engine.shape.parameters / engine.devices)
     cache = round(engine.cache_bytes * constants.cache_factor)

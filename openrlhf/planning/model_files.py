@@ -1,4 +1,4 @@
-"""A model's config.json and the headers of its safetensors files, local or on the Hub."""
+"""Reads a model's config.json and the headers of its safetensors files, local or on the Hub."""
 
 from __future__ import annotations
 
@@ -22,16 +22,16 @@ from openrlhf.planning.shapes import (
 INDEX = "model.safetensors.index.json"
 SINGLE = "model.safetensors"
 HUB_TIMEOUT_S = 10.0
-# Reads `length` bytes of a file from `start` on; a length of None reads the whole file.
+# Reads `length` bytes of a file, starting at `start`. If `length` is None, reads to the end.
 Read = Callable[[str, int, int | None], bytes]
 
 
 @cache
 def read_shape(path: str) -> ModelShape:
-    """Return the shape of a model in a local folder or on the Hub, without reading weights.
+    """Read the shape of a model in a local folder or on the Hub, but not its weights.
 
-    Headers are read only for architectures whose weights do not follow from config.json. Raises
-    PlanError for a model that cannot be read.
+    Headers are read only if config.json does not determine the weights of the architecture. Raises
+    PlanError if the model cannot be read.
     """
     read = _reader(path)
     try:
@@ -43,14 +43,14 @@ def read_shape(path: str) -> ModelShape:
         if isinstance(error, PlanError):
             raise
         raise PlanError(
-            f"{path} cannot be read ({error}). Use a local folder with config.json, and with the "
-            "safetensors files for less common architectures; a Hub name needs a network or a "
-            "cached download."
+            f"The model {path} cannot be read ({error}). Use a local folder with config.json, and "
+            "with the safetensors files for less common architectures; a Hub name needs a network "
+            "or a cached download."
         ) from error
 
 
 def _reader(path: str) -> Read:
-    """Return the function that reads the files of a folder, a cached download or a Hub model."""
+    """Return a function that reads files of a local model, a cached download or a Hub model."""
     folder = _local_folder(path)
     if folder is None:
         return _hub_reader(path)
@@ -64,7 +64,7 @@ def _reader(path: str) -> Read:
 
 
 def _local_folder(path: str) -> Path | None:
-    """Return the folder of a local model or of the newest cached download, or None."""
+    """Return the folder of a local model or of its newest cached download, or None."""
     if os.path.isdir(path):
         return Path(path)
     home = os.environ.get("HF_HOME", os.path.expanduser("~/.cache/huggingface"))
@@ -97,13 +97,13 @@ def _hub_reader(path: str) -> Read:
 
 
 def _headers(read: Read) -> dict[str, tuple[int, ...]]:
-    """Return the sizes of all stored weights by name."""
+    """Return the shapes of all stored weights by name."""
     names = [SINGLE]
     try:
         index = json.loads(read(INDEX, 0, None))
         names = sorted(set(index["weight_map"].values()))
     except OSError:
-        pass  # a model in a single file has no index
+        pass  # a model that is stored in a single file has no index
     sizes: dict[str, tuple[int, ...]] = {}
     for name in names:
         (length,) = struct.unpack("<Q", read(name, 0, 8))

@@ -1,4 +1,4 @@
-"""From flags to the models of each process and their largest passes; offline commands."""
+"""The models of each process and their largest passes, for the flags of an offline command."""
 
 from __future__ import annotations
 
@@ -17,17 +17,26 @@ from openrlhf.config.supervised import (
     SupervisedConfig,
 )
 from openrlhf.planning.model_files import read_shape
-from openrlhf.planning.roles import ModelRole, Pass
+from openrlhf.planning.roles import DTYPE_BYTES, ModelRole, Pass, check_split
 from openrlhf.planning.shapes import ModelShape
 
-# The share of a process reward model's tokens that end a step and therefore need logits.
+# In a process reward model, this share of the tokens ends a step and therefore needs logits.
 STEP_SHARE = 1 / 16
 
 
 def frozen_role(
     name: str, shape: ModelShape, ds: DeepSpeedConfig, ranks: int, on_gpus: bool
 ) -> ModelRole:
-    """Return the role of a frozen model that is placed like the trained one."""
+    """Return the role of a frozen model on the same ranks as the trained model.
+
+    Raises SplitError if the ranks cannot share the model's heads.
+    """
+    check_split(
+        "ds.tensor_parallel_size",
+        ds.tensor_parallel_size,
+        shape.kv_heads,
+        what=f"key-value head(s) of the {name}",
+    )
     dtype = ds.param_dtype
     packed = ds.packing_samples
     return ModelRole(
@@ -46,7 +55,7 @@ def frozen_role(
 def trained_role(
     role: ModelRole, config: Any, optimizer: str, model: TrainedModelConfig, ranks: int
 ) -> ModelRole:
-    """Return the role as a trained model. `model` sets gradient checkpointing."""
+    """Return a trained version of `role`, with gradient checkpointing as set in `model`."""
     ds: DeepSpeedConfig = config.ds
     lora = ds.lora
     return replace(
@@ -69,7 +78,7 @@ def trained_role(
 
 
 def ring_part(tokens: int, ranks: int) -> int:
-    """Return a rank's part of a row that is divided over a ring."""
+    """Return how many tokens of a row each rank of a ring gets, with padding."""
     return math.ceil(tokens / ranks)
 
 
@@ -88,14 +97,18 @@ def offline_roles(config: SupervisedConfig, ranks: int, on_gpus: bool) -> tuple[
         scored = max(1, round(tokens * STEP_SHARE))
     scoring = Pass(tokens=tokens, longest=length, scored=scored, packed=ds.packing_samples)
     training = scoring
-    if isinstance(config, KTOConfig):  # only the first text of each pair is trained on
+    if isinstance(config, KTOConfig):  # KTO trains only on the first text of each pair
         half = tokens // 2
         training = replace(scoring, tokens=half, scored=half)
     model = frozen_role("policy", shape, ds, ranks, on_gpus)
     model = trained_role(model, config, config.optim, config.model, ranks)
     window = math.ceil(of_rank / micro)
     if isinstance(config, KDConfig):
-        model = replace(model, teacher_bytes=_teacher_bytes(config, scored, shape.vocabulary))
+        model = replace(
+            model,
+            teacher_bytes=_teacher_bytes(config, scored),
+            teacher_logits=config.kd.top_k is None,
+        )
     keeps_logits = model.keeps_logits or isinstance(config, KDConfig | PRMConfig)
     roles = [
         replace(model, training=training, scoring=scoring, window=window, keeps_logits=keeps_logits)
@@ -104,21 +117,30 @@ def offline_roles(config: SupervisedConfig, ranks: int, on_gpus: bool) -> tuple[
     if frozen:
         name, path, offload = frozen
         beside = frozen_role(name, read_shape(path), ds, ranks, on_gpus)
-        roles.append(
-            replace(beside, scoring=scoring, param_offload=offload, keeps_logits=name == "teacher")
-        )
+        distills = isinstance(config, KDConfig)
+        if distills and config.kd.top_k is None:
+            scoring = replace(scoring, scored=0)  # the student's passes compute the logits
+        roles.append(replace(beside, scoring=scoring, param_offload=offload, keeps_logits=distills))
     return tuple(roles)
 
 
-def _teacher_bytes(config: KDConfig, scored: int, vocabulary: int) -> int:
-    """Return the bytes of the teacher's logits, or of its top tokens with their ids."""
+def _teacher_bytes(config: KDConfig, scored: int) -> int:
+    """Return the size of the teacher's top logits and their tokens, or of its states, in bytes.
+
+    The states come with the output layer's weights, which are copied if the teacher's own are
+    sharded or leave the device.
+    """
     if config.kd.top_k:
-        return 8 * scored * config.kd.top_k
-    return 4 * scored * vocabulary
+        return 16 * scored * config.kd.top_k
+    teacher = read_shape(config.kd.teacher_model)
+    kept = scored * teacher.hidden
+    if config.ds.zero_stage == 3 or config.kd.teacher_offload:
+        kept += teacher.head_parameters
+    return DTYPE_BYTES[config.ds.param_dtype] * kept
 
 
 def _frozen_model(config: SupervisedConfig) -> tuple[str, str, bool] | None:
-    """Return the name, path and offload of the frozen model beside the trained one, if any."""
+    """Return the frozen model's name, path and offload setting, or None without one."""
     if isinstance(config, KDConfig) and not config.kd.served:
         return "teacher", config.kd.teacher_model, config.kd.teacher_offload
     if isinstance(config, ReferencedConfig):

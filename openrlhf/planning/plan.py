@@ -1,4 +1,4 @@
-"""A memory plan: what each group of devices holds at each instant, and whether it fits."""
+"""A memory plan: the contents of each device's memory at each instant, and whether they fit."""
 
 from __future__ import annotations
 
@@ -14,15 +14,15 @@ from openrlhf.planning.offline_roles import offline_roles
 from openrlhf.planning.roles import Hosts
 from openrlhf.planning.usage import Instant, Usage, gib
 
-FILLED = 0.98  # the share of a device that a plan may use: the driver keeps some memory
-ERROR = 0.05  # the share of a prediction that must be free in addition
+FILLED = 0.98  # the share of a device's memory that a plan may use; the driver needs the rest
+ERROR = 0.05  # the share of the prediction that must remain free, because it may be too low
 # Instants at which all models of a process are in the same state.
 AT_REST = (Instant.IDLE, Instant.GENERATE)
 
 
 @dataclass(frozen=True, kw_only=True)
 class Tenant:
-    """A model in a process, or an engine: its memory by instant."""
+    """A model in a process, or an engine, with its memory by instant."""
 
     name: str
     usage: dict[Instant, Usage]
@@ -30,14 +30,14 @@ class Tenant:
 
 @dataclass(frozen=True, kw_only=True)
 class Process:
-    """Processes with the same models, which run one after the other in a process."""
+    """Processes that host the same models. Within a process, the models run one at a time."""
 
     tenants: tuple[Tenant, ...]
-    count: int  # processes in the same memory
+    count: int  # processes that share the memory
     framework: int  # bytes of each process before its first model
 
     def at(self, instant: Instant) -> dict[str, Usage]:
-        """Return the memory of each tenant, with the busiest one active, and of the framework."""
+        """Return the memory of the framework and of each tenant, with only the busiest active."""
         active = self._busiest(instant)
         held: dict[str, Usage] = {"framework": Usage(framework=self.framework) * self.count}
         for tenant in self.tenants:
@@ -57,14 +57,14 @@ class Process:
 
 @dataclass(frozen=True, kw_only=True)
 class Pool:
-    """Memory that several processes share: that of a device, or of a CPU machine."""
+    """Memory that several processes share: a GPU's memory, or the memory of a CPU machine."""
 
     name: str
     capacity: int  # bytes
     count: int  # devices of this kind
     processes: tuple[Process, ...]
-    problems: tuple[str, ...] = ()  # what cannot start, whatever the total is
-    host_bytes: int = 0  # CPU memory per machine, for what is offloaded
+    problems: tuple[str, ...] = ()  # reasons why the run cannot start, regardless of the total
+    host_bytes: int = 0  # CPU memory per machine, for offloaded state
 
     def at(self, instant: Instant) -> dict[str, Usage]:
         """Return the memory of each model and of the framework, by name."""
@@ -75,7 +75,7 @@ class Pool:
         return held
 
     def total(self, instant: Instant) -> int:
-        """Return the bytes in use."""
+        """Return the number of bytes in use."""
         return sum(usage.total for usage in self.at(instant).values())
 
     @property
@@ -85,9 +85,10 @@ class Pool:
 
     @property
     def room(self) -> int:
-        """The bytes that are free at the peak; negative if they do not suffice.
+        """The number of spare bytes at the peak; negative if the memory is too small.
 
-        Every prediction may be too low, except for the KV cache, whose size is set.
+        Part of the memory is reserved for prediction errors, except in the KV cache, whose size is
+        set.
         """
         peak = self.at(self.peak).values()
         predicted = sum(usage.total - usage.kv_cache for usage in peak)
@@ -106,7 +107,7 @@ class Pool:
 
     @property
     def cause(self) -> tuple[str, str, int]:
-        """The model and the kind of memory that take the most at the peak, and their bytes."""
+        """The model and the kind of memory that take up the most at the peak, and their size."""
         largest = ("", "", 0)
         for name, usage in self.at(self.peak).items():
             for kind, size in vars(usage).items():
@@ -122,11 +123,11 @@ class Plan:
     cluster: Cluster
     constants: Constants
     pools: tuple[Pool, ...]
-    devices: int  # that the run needs
+    devices: int  # devices that the run needs
 
     @property
     def shortage(self) -> str:
-        """A sentence if the cluster has too few devices, else empty."""
+        """A message if the cluster has too few devices, or else an empty string."""
         if not self.cluster.on_gpus or self.devices <= self.cluster.devices:
             return ""
         return f"The run needs {self.devices} devices; the cluster has {self.cluster.devices}."
@@ -143,14 +144,14 @@ class Plan:
 
     @property
     def tightest(self) -> Pool:
-        """The pool with the least room."""
+        """The pool with the least spare memory."""
         return min(self.pools, key=lambda pool: pool.room)
 
 
 def make_plan(config: Any, cluster: Cluster) -> Plan:
     """Return the memory plan of a resolved training command on a cluster.
 
-    Offline commands run one process per device. Raises PlanError for a model whose sizes cannot be
+    Offline commands run one process per device. Raises PlanError if the sizes of a model cannot be
     read.
     """
     device = "cuda" if cluster.on_gpus else "cpu"
@@ -165,10 +166,10 @@ def make_plan(config: Any, cluster: Cluster) -> Plan:
 
 
 def hosts_of(config: Any, *, ranks: int, on_gpus: bool) -> list[Hosts]:
-    """Return the groups of a run's processes. `ranks` is the number of an offline command's."""
+    """Return the groups of a run's processes. Offline commands run `ranks` processes."""
     if isinstance(config, SupervisedConfig):
         return [Hosts(name="all", processes=ranks, roles=offline_roles(config, ranks, on_gpus))]
-    # Offline commands should not spend the 40 ms that the RL flags take to import.
+    # Importing the RL flags takes 40 ms, which offline commands should not spend.
     from openrlhf.planning.rl_roles import rl_hosts
 
     return rl_hosts(config, on_gpus=on_gpus)
@@ -184,7 +185,7 @@ def _tenants(group: Hosts, constants: Constants) -> tuple[Tenant, ...]:
 def _engine_process(
     group: Hosts, constants: Constants, cluster: Cluster, count: int
 ) -> Iterator[Process]:
-    """Yield the engine of a group as a process of its own, if there is one."""
+    """Yield a separate process for the engine of a group, if it has one."""
     if group.engine is None:
         return
     usage = predict_engine(group.engine, constants, cluster.device_bytes)
@@ -193,7 +194,7 @@ def _engine_process(
 
 
 def _device_pool(group: Hosts, cluster: Cluster, constants: Constants) -> Pool:
-    """Return the memory of one of a group's devices."""
+    """Return the memory of one device in a group."""
     processes: list[Process] = []
     names = [role.name for role in group.roles]
     if group.roles:

@@ -1,4 +1,4 @@
-"""From flags to the models and engines of each group of processes; RL commands."""
+"""The models and engines of each group of processes, for the flags of an RL command."""
 
 from __future__ import annotations
 
@@ -12,14 +12,14 @@ from openrlhf.config.shared import LoadingConfig
 from openrlhf.planning.memory import BUCKET_BYTES
 from openrlhf.planning.model_files import read_shape
 from openrlhf.planning.offline_roles import STEP_SHARE, frozen_role, ring_part, trained_role
-from openrlhf.planning.roles import EngineRole, Hosts, ModelRole, Pass
+from openrlhf.planning.roles import EngineRole, Hosts, ModelRole, Pass, check_split
 from openrlhf.planning.shapes import ModelShape
 
 CPU_CACHE_BYTES = 2**30  # `rollout.engine_settings.CPU_KV_CACHE_BYTES`
 
 
 def rl_hosts(config: PPOConfig, *, on_gpus: bool) -> list[Hosts]:
-    """Return the groups of processes of an RL run, and its engines."""
+    """Return the groups of processes of an RL run, with their models and engines."""
     hosts: list[Hosts] = []
     for group in role_groups(config):
         roles: list[ModelRole] = []
@@ -37,7 +37,7 @@ def rl_hosts(config: PPOConfig, *, on_gpus: bool) -> list[Hosts]:
 
 
 def _rl_roles(config: PPOConfig, role: str, ranks: int, on_gpus: bool) -> list[ModelRole]:
-    """Return the models of a role: one, or all reward models."""
+    """Return the model of a role, or all models of the reward role."""
     ds, actor = config.ds, config.actor
     scoring = _rl_pass(config, config.rollout.micro_batch_size, config.rollout.max_tokens_per_gpu)
     if role == "actor":
@@ -84,7 +84,7 @@ def _reward_models(config: PPOConfig, scoring: Pass, ranks: int, on_gpus: bool) 
 
 
 def _rl_training(config: PPOConfig, ranks: int) -> dict[str, Any]:
-    """Return the largest training pass of policy and critic, and the micro-batches per step."""
+    """Return the policy's and critic's largest training pass, and micro-batches per step."""
     train = config.train
     budget = train.max_tokens_per_gpu if train.dynamic_batch_enable else None
     of_rank = max(1, train.batch_size // config.ds.data_slices(ranks))
@@ -97,9 +97,9 @@ def _rl_training(config: PPOConfig, ranks: int) -> dict[str, Any]:
 
 
 def _rl_pass(config: PPOConfig, samples: int, budget: int | None) -> Pass:
-    """Return the largest pass over `samples` samples, or over a budget of tokens per device.
+    """Return the largest pass for `samples` samples, or for a budget of tokens per device.
 
-    A sample that is longer than the budget has a pass of its own.
+    A sample that exceeds the budget gets its own pass.
     """
     length, ds = config.data.max_len, config.ds
     tokens = samples * length
@@ -118,6 +118,12 @@ def _engine(config: PPOConfig, on_gpus: bool) -> EngineRole:
     if on_gpus:
         share = float(vllm.engine_args.get("gpu_memory_utilization", vllm.gpu_memory_utilization))
     shape = read_shape(config.actor.model_name_or_path)
+    check_split(
+        "vllm.tensor_parallel_size",
+        vllm.tensor_parallel_size,
+        shape.heads,
+        what=f"attention heads of {config.actor.model_name_or_path}",
+    )
     device = "cuda" if on_gpus else "cpu"
     return EngineRole(
         shape=shape,

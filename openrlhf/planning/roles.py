@@ -1,10 +1,10 @@
-"""Inputs of the memory formulas: a model with its parallelism, precision and largest passes."""
+"""Inputs to the memory formulas: models with their parallelism, precision and largest passes."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 
-from openrlhf.planning.shapes import ModelShape
+from openrlhf.planning.shapes import ModelShape, SplitError
 
 DTYPE_BYTES = {"bf16": 2, "fp16": 2, "fp32": 4}
 GEMMA_LIKE = ("gemma", "gemma2", "gemma3_text")
@@ -15,39 +15,40 @@ class Pass:
     """The largest forward pass of a model on one rank."""
 
     tokens: int  # positions that the decoder computes on this rank, with padding
-    longest: int  # tokens of the longest sequence
-    scored: int  # positions with logits (values, for a scalar model)
+    longest: int  # tokens in the longest sequence
+    scored: int  # positions for which logits (or scalar values) are computed
     packed: bool = True  # False: a right-padded block with an attention mask
 
 
 @dataclass(frozen=True, kw_only=True)
 class ModelRole:
-    """A model on one rank. All sizes in `shape` are those of the whole model."""
+    """A model on one rank. `shape` has the sizes of the unsharded model."""
 
     name: str  # policy, critic, reference, reward or teacher
     shape: ModelShape
-    dtype: str = "bf16"  # of the weights
+    dtype: str = "bf16"  # data type of the weights
     dp: int = 1  # ranks with different data
     tp: int = 1  # ranks that split each layer
     sp: int = 1  # ranks that split each sequence
-    zero_stage: int = 0  # the stage in effect; frozen models are sharded only in stage 3
+    zero_stage: int = 0  # the effective stage; frozen models are sharded only in stage 3
     trained: bool = False
     optimizer: str = "adam"
     grad_accum_dtype: str = "fp32"
     adam_offload: bool = False
-    param_offload: bool = False  # in CPU memory between uses: ZeRO 3 parameters, or a frozen model
-    sleeps: bool = False  # the training state is in CPU memory between updates
+    param_offload: bool = False  # weights are in CPU memory between uses
+    sleeps: bool = False  # the training state is in CPU memory between updates (sleep)
     lora_rank: int = 0
     lora_modules: tuple[str, ...] = ("all-linear",)
     dora: bool = False
     load_in_4bit: bool = False
     ema: bool = False
     gradient_checkpointing: bool = False
-    flash: bool = False  # FlashAttention kernels, which need no mask and no float32 copies
+    flash: bool = False  # uses FlashAttention, which needs no mask and no float32 copies
     overlap_comm: bool = False
     entropy: bool = False  # the policy's entropy is computed
-    keeps_logits: bool = False  # logits go through a function with autograd (KD, PRM, adapters)
-    teacher_bytes: int = 0  # a teacher's outputs, which are kept until the backward pass ends
+    keeps_logits: bool = False  # autograd keeps the logits (KD, PRM, adapters)
+    teacher_bytes: int = 0  # teacher outputs, which are kept until the end of the backward pass
+    teacher_logits: bool = False  # each chunk of logits comes with the teacher\'s logits
     training: Pass | None = None
     scoring: Pass | None = None
     window: int = 1  # micro-batches per optimizer step
@@ -61,7 +62,7 @@ class ModelRole:
 
     @property
     def ranks(self) -> int:
-        """The number of ranks that share the optimizer state (ZeRO)."""
+        """The number of ranks over which ZeRO shards the optimizer state."""
         return self.dp * self.sp
 
     @property
@@ -82,12 +83,12 @@ class EngineRole:
     shape: ModelShape
     dtype: str = "bf16"
     devices: int = 1  # devices that split the engine's weights and KV cache
-    memory_share: float | None = None  # of the device; None: `cache_bytes` is fixed (CPU)
+    memory_share: float | None = None  # of a device; None: `cache_bytes` is set (CPU)
     cache_bytes: int = 0
     max_len: int = 2048  # tokens in the longest sequence
-    sleeps: bool = False  # the engine frees its device memory between rollouts
+    sleeps: bool = False  # frees its device memory between rollouts
     quantized: bool = False
-    bucket_bytes: int = 0  # the buffer that receives published weights
+    bucket_bytes: int = 0  # size of the buffer that receives published weights
 
     @property
     def width(self) -> float:
@@ -95,9 +96,22 @@ class EngineRole:
         return 1.0 if self.quantized else DTYPE_BYTES[self.dtype]
 
 
+def check_split(flag: str, ranks: int, heads: int, *, what: str) -> None:
+    """Raise SplitError unless `heads` attention heads can be shared equally by `ranks` ranks.
+
+    `what` names the heads and the model, and `flag` the number of ranks.
+    """
+    if heads % ranks == 0:
+        return
+    sizes = [str(size) for size in range(1, heads + 1) if heads % size == 0]
+    raise SplitError(
+        f"--{flag} {ranks} does not divide the {heads} {what}: use one of {', '.join(sizes)}."
+    )
+
+
 @dataclass(frozen=True, kw_only=True)
 class Hosts:
-    """Processes that host the same models, each on one device. `engine` shares their devices."""
+    """Processes that host the same models, one process per device. `engine` shares the devices."""
 
     name: str
     processes: int
@@ -107,7 +121,7 @@ class Hosts:
 
     @property
     def devices(self) -> int:
-        """The number of devices that the group takes."""
+        """The number of devices that the group occupies."""
         if self.roles:
             return self.processes
         return self.engines * (self.engine.devices if self.engine else 0)

@@ -1,4 +1,4 @@
-"""The weights of a model by name and size, derived from its config.json or its files' headers."""
+"""Names and shapes of a model's weights, from its config.json or the headers of its files."""
 
 from __future__ import annotations
 
@@ -18,12 +18,16 @@ HEADS = re.compile(r"(lm_head|embed_out|score)\.weight")
 
 
 class PlanError(UserError, ValueError):
-    """A model or cluster that cannot be planned for."""
+    """A model or cluster for which no plan can be made."""
+
+
+class SplitError(PlanError):
+    """A number of ranks that cannot share a model's attention heads equally."""
 
 
 @dataclass(frozen=True)
 class Weight:
-    """A weight as it is in memory: a layer's experts are one stacked tensor."""
+    """A weight as loaded, where the experts of a layer are stacked into one tensor."""
 
     name: str
     shape: tuple[int, ...]
@@ -35,7 +39,7 @@ class Weight:
 
     @property
     def layer(self) -> int | None:
-        """The index of the decoder layer, or None for embeddings, the final norm and the head."""
+        """The index of the weight's decoder layer, or None outside the decoder layers."""
         found = LAYER.search(self.name)
         return int(found[1]) if found else None
 
@@ -46,7 +50,7 @@ class Weight:
 
     @property
     def is_linear(self) -> bool:
-        """True for the matrix of a linear layer in the decoder, which adapters and NF4 apply to."""
+        """True for matrices of linear layers in the decoder, to which adapters and NF4 apply."""
         is_router = self.name.endswith((".mlp.gate.weight", ".router.weight"))
         return len(self.shape) == 2 and self.layer is not None and not is_router
 
@@ -58,7 +62,7 @@ class Weight:
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class ModelShape:
-    """The sizes of a decoder model and all of its weights."""
+    """A decoder model's sizes and all of its weights."""
 
     name: str
     model_type: str
@@ -69,11 +73,11 @@ class ModelShape:
     head_dim: int
     intermediate: int  # of a dense layer, or of one expert
     vocabulary: int
-    tied: bool  # True if the output layer is the embeddings
+    tied: bool  # True if the output layer shares the embeddings' weight
     weights: tuple[Weight, ...]
     experts: int = 0  # per layer; 0: every layer is dense
     experts_per_token: int = 0
-    shared_intermediate: int = 0  # of the expert that all tokens use
+    shared_intermediate: int = 0  # of the shared expert, which all tokens use
     qk_norm: bool = False
     norms_per_layer: int = 2
     windows: tuple[int | None, ...] = ()  # sliding window of each layer, in tokens
@@ -87,12 +91,12 @@ class ModelShape:
 
     @cached_property
     def largest_weight(self) -> int:
-        """The number of elements of the largest weight."""
+        """The number of elements in the largest weight."""
         return max(weight.numel for weight in self.weights)
 
     @cached_property
     def head_parameters(self) -> int:
-        """The number of parameters of the output layer, even if it is tied."""
+        """The number of parameters in the output layer, whether or not it is tied."""
         if self.scalar:
             return self.hidden
         return self.hidden * self.vocabulary
@@ -112,16 +116,16 @@ class ModelShape:
 
     @property
     def queries(self) -> int:
-        """The width of all query heads together."""
+        """The total width of the query heads."""
         return self.heads * self.head_dim
 
     @property
     def keys(self) -> int:
-        """The width of all key heads together, which is also that of the values."""
+        """The total width of the key heads, which equals that of the value heads."""
         return self.kv_heads * self.head_dim
 
     def as_scalar(self) -> ModelShape:
-        """Return the model with a scalar head: a reward model or a critic."""
+        """Return this model with a scalar head, as in a reward model or a critic."""
         if self.scalar:
             return self
         body = [weight for weight in self.weights if not HEADS.fullmatch(weight.name)]
@@ -131,13 +135,13 @@ class ModelShape:
 
 @dataclass(frozen=True, kw_only=True)
 class Family:
-    """The weights of an architecture that differ from Llama's."""
+    """Differences between an architecture's weights and Llama's."""
 
-    qkv_bias: bool | None = None  # None: as `attention_bias` in config.json says
+    qkv_bias: bool | None = None  # None: set by `attention_bias` in config.json
     output_bias: bool | None = None
-    qk_norm: str = ""  # "head": a norm over each head; "all": over all heads together
+    qk_norm: str = ""  # "head": one norm per head; "all": one norm over all heads
     norms: tuple[str, ...] = ("input_layernorm", "post_attention_layernorm")
-    fused: tuple[str, ...] = ()  # "qkv", "gate_up": projections in one matrix
+    fused: tuple[str, ...] = ()  # projections that share one matrix: "qkv", "gate_up"
     tied: bool = False  # the default of tie_word_embeddings
     head_dim: int | None = None  # the default of head_dim; None: hidden size ÷ heads
     mixture: bool = False
@@ -184,7 +188,7 @@ FAMILIES = {
         expert_width="moe_intermediate_size",
     ),
 }
-# Architectures whose sliding layers are described by a period instead of `layer_types`.
+# Architectures that may describe their sliding layers by a period instead of `layer_types`.
 ALL_SLIDING = ("mistral", "mixtral")
 WINDOW_PERIODS = {"gemma2": 2, "gemma3_text": 6}
 
@@ -199,9 +203,9 @@ def text_config(config: Mapping[str, Any]) -> Mapping[str, Any]:
 
 
 def shape_from_config(config: Mapping[str, Any], name: str = "") -> ModelShape:
-    """Return the shape of a model of a known architecture from its config.json.
+    """Derive the shape of a model from its config.json, for known architectures.
 
-    Raises PlanError for an unknown architecture and for missing sizes.
+    Raises PlanError if the architecture is unknown or a size is missing.
     """
     text = text_config(config)
     model_type = str(text.get("model_type", config.get("model_type", "")))
@@ -232,7 +236,7 @@ def shape_from_config(config: Mapping[str, Any], name: str = "") -> ModelShape:
 def shape_from_headers(
     headers: Mapping[str, Sequence[int]], config: Mapping[str, Any], name: str = ""
 ) -> ModelShape:
-    """Return the shape of a model of any architecture from the sizes of its stored weights."""
+    """Derive the shape of a model from the sizes of its stored weights, for any architecture."""
     text = text_config(config)
     stacked: dict[str, tuple[int, ...]] = {}
     for stored, sizes in headers.items():
@@ -270,7 +274,7 @@ def _stored_width(config: Mapping[str, Any]) -> int:
 
 
 def _sizes(text: Mapping[str, Any], family: Family, name: str) -> dict[str, int]:
-    """Return the numbers of a ModelShape from config.json. Raises PlanError for missing sizes."""
+    """Read the sizes of a ModelShape from config.json. Raises PlanError if one is missing."""
     try:
         hidden = int(text["hidden_size"])
         heads = int(text["num_attention_heads"])
@@ -303,7 +307,7 @@ def _sizes(text: Mapping[str, Any], family: Family, name: str) -> dict[str, int]
 
 
 def _has_experts(text: Mapping[str, Any], layer: int) -> bool:
-    """Return whether a layer of a mixture of experts has experts."""
+    """Return whether this layer of a mixture-of-experts model has experts."""
     if layer in (text.get("mlp_only_layers") or ()):
         return False
     return (layer + 1) % int(text.get("decoder_sparse_step") or 1) == 0
@@ -376,7 +380,7 @@ def _mlp(
 
 
 def _linear(name: str, outputs: int, inputs: int, *, bias: bool) -> list[Weight]:
-    """Return the weights of a linear layer."""
+    """Return the matrix and, if any, the bias of a linear layer."""
     weights = [Weight(f"{name}.weight", (outputs, inputs))]
     if bias:
         weights.append(Weight(f"{name}.bias", (outputs,)))

@@ -1,11 +1,11 @@
-"""Seconds and bytes of a step on paper, from the rates of devices and networks.
+"""Estimates the time and communication of a step from the rates of devices and networks.
 
 Compute: a forward pass takes 2 operations per active parameter and token, and 2·L·q·T for causal
 attention over T tokens (q: width of the queries); a backward pass takes twice as much, and gradient
 checkpointing adds a forward pass (Korthikanti et al. 2022, arXiv:2205.05198; Narayanan et al. 2021,
-arXiv:2104.04473). Communication: ZeRO's volumes (Rajbhandari et al. 2020, arXiv:1910.02054).
-Generation is bound by the memory bandwidth: each token reads the weights and the KV cache once
-(Pope et al. 2022, arXiv:2211.05102).
+arXiv:2104.04473). Communication: ZeRO's communication volumes (Rajbhandari et al. 2020,
+arXiv:1910.02054). Generation is limited by memory bandwidth: each token reads the weights and the
+KV cache once (Pope et al. 2022, arXiv:2211.05102).
 """
 
 from __future__ import annotations
@@ -16,54 +16,55 @@ from dataclasses import dataclass
 from openrlhf.planning.cluster import Cluster
 from openrlhf.planning.roles import DTYPE_BYTES, EngineRole, ModelRole
 
-# The share of a data sheet's rate that large matrix products reach in training: A100s in published
-# runs reach 45 to 70 % (docs/planning.md), newer devices with the same memory less.
+# Training reaches this share of the matrix-product rate in the data sheet. A100s reach 45 to 70 %
+# in published runs (docs/planning.md), and faster devices with similar memory reach less.
 EFFICIENCY = 0.55
 NEW_EFFICIENCY = 0.45
 NEWER_THAN = 600.0  # TFLOP/s
-MEMORY_EFFICIENCY = 0.6  # of the memory bandwidth, in decoding
+MEMORY_EFFICIENCY = 0.6  # the share of the memory bandwidth that decoding reaches
 NETWORK = 25.0  # GB/s per device and direction to other machines: one 200 Gbit/s adapter each
-HIDDEN = 0.5  # the share of the computation that communication can overlap with
-HOST_BANDWIDTH = 100.0  # GB/s of a machine's CPU memory, which CPU Adam is bound by
+HIDDEN = 0.5  # the share of the computation time in which communication can be hidden
+HOST_BANDWIDTH = 100.0  # GB/s of a machine's CPU memory, which limits CPU Adam
 PCIE = 20.0  # GB/s per device
-ADAM_BYTES = 28  # read and written per weight by CPU Adam: gradient, masters, moments
+ADAM_BYTES = 28  # bytes that CPU Adam reads and writes per weight: gradient, masters, moments
 MOST_SEQUENCES = 256  # vLLM's default max_num_seqs
 
 
 @dataclass(frozen=True, kw_only=True)
 class TrainingTime:
-    """An optimizer step of one model."""
+    """The estimated time of one model's optimizer step."""
 
     compute: float  # seconds
-    communication: float  # seconds, of which a part is hidden
-    optimizer: float  # seconds of an offloaded optimizer
+    communication: float  # seconds, before overlap with computation
+    optimizer: float  # seconds, if the optimizer is offloaded
     sent_bytes: float  # per device
 
     @property
     def seconds(self) -> float:
-        """The step, with communication that overlaps with computation."""
+        """The duration of the step, in which communication overlaps with computation."""
         exposed = max(0.0, self.communication - HIDDEN * self.compute)
         return self.compute + exposed + self.optimizer
 
 
 def rate(cluster: Cluster) -> float:
-    """Return the operations per second of one device in matrix products."""
+    """Return how many operations per second one device reaches in matrix products."""
     teraflops = cluster.rates.teraflops
     efficiency = NEW_EFFICIENCY if teraflops > NEWER_THAN else EFFICIENCY
     return teraflops * 1e12 * efficiency
 
 
 def forward_operations(role: ModelRole | EngineRole, length: int) -> float:
-    """Return the operations of a forward pass per token of a sequence of `length` tokens."""
+    """Return the operations per token of a forward pass over a sequence of `length` tokens."""
     shape = role.shape
     attention = 2 * shape.layers * shape.queries * length
     return 2 * shape.active_parameters + attention
 
 
 def gather_seconds(size: float, cluster: Cluster, ranks: int) -> float:
-    """Return the seconds in which every one of `ranks` devices receives `size` bytes.
+    """Return the seconds that `ranks` devices take to receive `size` bytes each.
 
-    All adapters of a machine receive different parts, which its devices then exchange.
+    Each network adapter of a machine receives a different part, and the devices then exchange these
+    parts.
     """
     if ranks == 1:
         return 0.0
@@ -84,7 +85,7 @@ def training_time(role: ModelRole, cluster: Cluster, *, tokens: int, length: int
     gradients = weights
     if role.lora_rank:
         gradients = 0.0  # adapters are small
-    moved = 2 * gradients  # reduced, and gathered as new weights
+    moved = 2 * gradients  # gradients are reduced, and new weights are gathered
     if role.zero_stage == 2:
         moved = (role.window + 1) * gradients
     elif role.zero_stage == 3:
@@ -109,7 +110,7 @@ def training_time(role: ModelRole, cluster: Cluster, *, tokens: int, length: int
 
 
 def _offloaded_seconds(role: ModelRole, cluster: Cluster) -> float:
-    """Return the seconds of CPU Adam and its transfers."""
+    """Return the seconds that CPU Adam and its transfers take."""
     if not role.adam_offload or role.lora_rank:
         return 0.0
     owned = role.shape.parameters / role.tp / role.ranks
@@ -118,7 +119,7 @@ def _offloaded_seconds(role: ModelRole, cluster: Cluster) -> float:
 
 
 def scoring_seconds(role: ModelRole, cluster: Cluster, *, tokens: int, length: int) -> float:
-    """Return the seconds of forward passes over `tokens` tokens."""
+    """Return the seconds that forward passes over `tokens` tokens take."""
     ranks = role.dp * role.sp * role.tp
     return tokens * forward_operations(role, length) / (ranks * rate(cluster))
 
@@ -128,7 +129,7 @@ def generation_seconds(
 ) -> float:
     """Return the seconds to generate `samples` answers of `answer` tokens to prompts.
 
-    The answers of an engine run in rounds of at most 256 sequences.
+    Each engine generates its answers in rounds of at most 256 sequences.
     """
     shape = engine.shape
     each = math.ceil(samples / engines)
@@ -136,7 +137,7 @@ def generation_seconds(
     rounds = math.ceil(each / at_once)
     cache = 2 * shape.layers * shape.keys * DTYPE_BYTES[engine.dtype]
     context = prompt + answer / 2
-    # A large batch of a mixture of experts uses all experts, so all weights are read.
+    # In a mixture of experts, a large batch uses all experts, so all weights are read.
     read = engine.width * shape.parameters + at_once * context * cache
     bandwidth = cluster.rates.memory_bandwidth * 1e9 * MEMORY_EFFICIENCY * engine.devices
     operations = forward_operations(engine, prompt + answer)

@@ -1,4 +1,4 @@
-"""The time of a whole step of a command, from its flags."""
+"""Estimates the time of a complete step of a command from its flags."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from openrlhf.planning.usage import gib
 
 
 def step_lines(config: Any, cluster: Cluster) -> list[str]:
-    """Return the estimated seconds of a step, if all sequences have the maximum length."""
+    """Return the estimated seconds per step as text, if all sequences have the maximum length."""
     if not cluster.on_gpus:
         return ["--speed needs a cluster of GPUs: a CPU's rates are not known."]
     groups = hosts_of(config, ranks=cluster.devices, on_gpus=True)
@@ -33,7 +33,7 @@ def step_lines(config: Any, cluster: Cluster) -> list[str]:
 
 
 def _rows_per_sample(config: SupervisedConfig, groups: Sequence[Hosts]) -> int:
-    """Return the number of sequences of a sample: two for pairs."""
+    """Return the number of sequences per sample, which is two for pairs."""
     model = groups[0].roles[0]
     assert model.training
     of_rank = max(1, config.train.batch_size // model.dp)
@@ -44,9 +44,9 @@ def _rows_per_sample(config: SupervisedConfig, groups: Sequence[Hosts]) -> int:
 def _training(
     groups: Sequence[Hosts], cluster: Cluster, *, tokens: int, updates: int, config: Any
 ) -> tuple[float, list[str]]:
-    """Return the seconds of all optimizer steps, and a line per trained model.
+    """Return the seconds that all optimizer steps take, and a line for each trained model.
 
-    Models on the same devices train one after the other.
+    Models on the same devices are trained one after the other.
     """
     length = config.data.max_len
     longest = 0.0
@@ -67,7 +67,7 @@ def _training(
 
 
 def _rl(config: Any, groups: Sequence[Hosts], cluster: Cluster) -> tuple[float, list[str]]:
-    """Return the seconds of an RL iteration and its parts."""
+    """Return the seconds that an RL step takes, and a line for each of its phases."""
     length, samples = config.data.max_len, config.samples
     answer = min(config.rollout.max_new_tokens or length // 2, length)
     tokens = samples * length

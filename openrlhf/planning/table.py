@@ -1,4 +1,4 @@
-"""A plan as lines of text and as JSON."""
+"""Formats a plan as text and as JSON."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from openrlhf.planning.usage import GIB, KINDS, MIB, Instant, Usage, gib
 
 SHOWN = tuple(instant for instant in Instant if instant is not Instant.IDLE)
 HEADINGS = {"kv_cache": "KV cache", "publication": "publication"}
-LABEL = 12  # characters of the first column
+LABEL = 12  # width of the first column
 COLUMN = 12
 SMALL = 8 * GIB  # plans below this total are shown in MiB
 UNMEASURED = "Some constants for this kind of device are estimates."
@@ -35,12 +35,12 @@ def lines(plan: Plan) -> list[str]:
 
 
 def summary(plan: Plan) -> str:
-    """Return one sentence per pool: the peak, when it occurs, and the largest part."""
+    """Return one sentence per pool, with its peak, the phase of the peak and the largest part."""
     return " ".join(_verdict(pool) for pool in plan.pools)
 
 
 def _block(pool: Pool, unit: int, *, on_gpus: bool) -> Iterator[str]:
-    """Yield the lines of a pool: its models by kind at the peak, and its total by instant."""
+    """Yield a pool's lines: each model's memory at the peak by kind, and totals by instant."""
     peak = pool.at(pool.peak)
     total = Usage()
     for usage in peak.values():
@@ -63,7 +63,7 @@ def _block(pool: Pool, unit: int, *, on_gpus: bool) -> Iterator[str]:
 
 
 def _verdict(pool: Pool) -> str:
-    """Return whether a pool fits, with its peak, the instant and the largest part."""
+    """Return a sentence with the verdict on a pool, its peak and the peak's largest part."""
     name, kind, size = pool.cause
     share = pool.total(pool.peak) / max(1, pool.capacity)
     verdict = "fits" if pool.fits else "does not fit"
@@ -88,7 +88,7 @@ def _row(label: str, cells: Sequence[str]) -> str:
 
 
 def as_json(plan: Plan) -> dict[str, Any]:
-    """Return the plan for programs: bytes by pool, instant, model and kind."""
+    """Return the plan in machine-readable form: bytes by pool, instant, model and kind."""
     pools: list[dict[str, Any]] = []
     for pool in plan.pools:
         instants: dict[str, Any] = {}

@@ -1,4 +1,4 @@
-"""Bytes of memory by kind, and the instants of a training step."""
+"""Kinds of memory, and the phases of a training step."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ GIB = 2**30
 
 
 class Instant(StrEnum):
-    """A phase of a run. Memory at an instant is the peak during the phase."""
+    """A phase of a run. The memory at an instant is the peak during this phase."""
 
     LOAD = "load"  # the models are loaded and the optimizer is created
     IDLE = "idle"  # between two phases
@@ -24,7 +24,7 @@ class Instant(StrEnum):
 
 @dataclass(frozen=True, kw_only=True)
 class Usage:
-    """Bytes of memory by kind."""
+    """Memory in bytes, by kind."""
 
     weights: int = 0
     gradients: int = 0
@@ -52,7 +52,7 @@ KINDS = tuple(field.name for field in fields(Usage))
 
 
 def gib(size: float) -> str:
-    """Return a number of bytes in GiB or MiB, for tables and messages."""
+    """Format a number of bytes in GiB or MiB, for tables and messages."""
     if size >= 100 * GIB:
         return f"{size / GIB:,.0f} GiB"
     if size >= GIB / 10:

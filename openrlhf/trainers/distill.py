@@ -18,21 +18,22 @@ from openrlhf.core.batches import TokenRows
 from openrlhf.data.loading import Table
 from openrlhf.data.sft import SFTDataset
 from openrlhf.models.loading import configuration
-from openrlhf.models.policy import LogitModel
+from openrlhf.models.policy import LogitModel, LogitSource
 from openrlhf.observability.metrics import Mean, Metric
 from openrlhf.rewards.remote_engines import RemoteEngine
 from openrlhf.trainers.remote_teacher import RemoteTeacher
 from openrlhf.trainers.sft import SFTTask
 from openrlhf.trainers.tasks import load_spec, offline_task
+from openrlhf.training.strategy import FrozenModel
 
 TEACHER = "--kd.teacher_model"
 
 
-class TeacherLogits(NamedTuple):
-    """The teacher's logits at K positions, for all V tokens or for its k most likely tokens."""
+class TopLogits(NamedTuple):
+    """A teacher's logits at K positions, for its k most likely tokens."""
 
-    logits: Tensor  # (K, V) or (K, k)
-    tokens: Tensor | None = None  # (K, k), the token of each logit; None if all V are included
+    values: Tensor  # (K, k)
+    tokens: Tensor  # (K, k), the token of each logit
 
 
 @offline_task("kd")
@@ -91,26 +92,34 @@ class DistillationTask(SFTTask):
         """The value of --kd.teacher_offload."""
         return self.kd.teacher_offload
 
-    def ask_model(self, micro: TokenRows, at: Tensor) -> TeacherLogits:
-        """Compute the loaded teacher's logits at the positions selected by the mask `at` (N,)."""
+    def ask_model(self, micro: TokenRows, at: Tensor) -> TopLogits | LogitSource:
+        """Run the loaded teacher at the positions selected by the mask `at` (N,).
+
+        Without --kd.top_k, the result is the source of the teacher's logits, which are never
+        computed for more than one chunk of positions at a time.
+        """
         top_k = self.kd.top_k
-        shared = self.shared
-
-        def kept(logits: Tensor, rows: slice) -> Tensor:
-            if top_k is None:
-                return logits[:, :shared]
-            chosen = logits[:, :shared].topk(min(top_k, shared))
-            return torch.stack([chosen.values, chosen.indices.to(logits.dtype)], -1)
-
         teacher = self.frozen[TEACHER]
         with torch.no_grad():
-            found = teacher(micro.tokens, micro.offsets, at, kept).values
+            if top_k is None:
+                found: TopLogits | LogitSource = teacher(
+                    micro.tokens, micro.offsets, at, None, True
+                )
+            else:
+                best = min(top_k, self.shared)
+                found = self._top_logits(teacher, micro, at, best)
         teacher.rest()  # free device memory for the student's forward pass
-        if top_k is None:
-            return TeacherLogits(found)
-        return TeacherLogits(found[..., 0], found[..., 1].long())
+        return found
 
-    def ask_server(self, micro: TokenRows, at: Tensor) -> TeacherLogits:
+    def _top_logits(self, teacher: FrozenModel, micro: TokenRows, at: Tensor, k: int) -> TopLogits:
+        def kept(logits: Tensor, rows: slice) -> Tensor:
+            chosen = logits[:, : self.shared].topk(k)
+            return torch.stack([chosen.values, chosen.indices.to(logits.dtype)], -1)
+
+        found = teacher(micro.tokens, micro.offsets, at, kept).values
+        return TopLogits(found[..., 0], found[..., 1].long())
+
+    def ask_server(self, micro: TokenRows, at: Tensor) -> TopLogits:
         """Request the log-probabilities of the most likely next tokens at the positions `at` (N,).
 
         Tokens that the server does not return get −∞.
@@ -128,7 +137,7 @@ class DistillationTask(SFTTask):
                     logprobs[place, : len(known)] = torch.tensor(known_logprobs)
                     tokens[place, : len(known)] = torch.tensor(known_tokens)
         device = micro.tokens.device
-        return TeacherLogits(logprobs.to(device)[at], tokens.to(device)[at])
+        return TopLogits(logprobs.to(device)[at], tokens.to(device)[at])
 
     def loss(
         self, model: Any, micro: TokenRows, totals: Mapping[str, float]
@@ -144,10 +153,11 @@ class DistillationTask(SFTTask):
 
         def losses(logits: Tensor, rows: slice) -> Tensor:
             own = -torch.log_softmax(logits, -1).gather(1, targets[rows, None])[:, 0]
-            tokens = teacher.tokens
-            if tokens is not None:
-                tokens = tokens[rows]
-            soft = soft_cross_entropy(logits[:, :shared], teacher.logits[rows], tokens)
+            if isinstance(teacher, TopLogits):
+                theirs, tokens = teacher.values[rows], teacher.tokens[rows]
+            else:
+                theirs, tokens = teacher.logits(rows)[:, :shared], None
+            soft = soft_cross_entropy(logits[:, :shared], theirs, tokens)
             return torch.stack([own, soft], 1)
 
         outputs = model(micro.tokens, micro.offsets, at, losses)

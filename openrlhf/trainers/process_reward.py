@@ -90,30 +90,34 @@ class ProcessRewardTask(LanguageTask[PRMConfig, StepRow, Steps]):
         labels = micro.labels[at]
         among = torch.tensor(self.reward_tokens, device=labels.device)
 
-        def candidates(logits: Tensor, rows: slice) -> Tensor:
-            if not len(among):
-                return logits
-            return logits[:, among]
-
-        outputs = model(micro.tokens, micro.offsets, at, candidates)
-        logits = outputs.values
-        if self.soft:
-            targets = torch.stack([labels, 1 - labels], 1).to(logits.dtype)
-            likeliest = targets.argmax(1)
-        else:
-            targets = labels.long()
+        def judged(logits: Tensor, rows: slice) -> Tensor:
+            """Return the loss at each of these steps, and whether the likeliest label is right."""
             if len(among):
-                targets = (labels[:, None] == among).long().argmax(1)
-            likeliest = targets
-        summed = cross_entropy(logits, targets, reduction="sum")
+                logits = logits[:, among]
+            targets, likeliest = self._targets(labels[rows], among, logits.dtype)
+            losses = cross_entropy(logits, targets, reduction="none")
+            return torch.stack([losses, (logits.argmax(1) == likeliest).to(losses.dtype)], 1)
+
+        outputs = model(micro.tokens, micro.offsets, at, judged)
+        summed, right = outputs.values.sum(0)
         seen = float(len(labels))
-        accuracy = Mean(float((logits.argmax(1) == likeliest).sum()), seen)
+        accuracy = Mean(float(right.detach()), seen)
         metrics: dict[str, Metric] = {
             "train/prm_loss": Mean(float(summed.detach()), seen),
             "train/acc": accuracy,
             "train/acc_mean": accuracy,
         }
         return self.share(summed, outputs.aux_loss, seen, totals["steps"], metrics)
+
+    def _targets(self, labels: Tensor, among: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+        """Return the targets of the cross-entropy, and the index of each step's likeliest label."""
+        if self.soft:
+            targets = torch.stack([labels, 1 - labels], 1).to(dtype)
+            return targets, targets.argmax(1)
+        targets = labels.long()
+        if len(among):
+            targets = (labels[:, None] == among).long().argmax(1)
+        return targets, targets
 
     def evaluation_names(self, metrics: Mapping[str, Metric]) -> dict[str, Metric]:
         """Return the loss and the accuracy, with a space in their names as in OpenRLHF."""

@@ -26,7 +26,7 @@ from openrlhf.training.averaging import WeightAverage, rank_file
 from openrlhf.training.masters import ChangedWeights, restore_masters, round_new_weights
 from openrlhf.training.muon import Muon
 from openrlhf.training.nonfinite import LossTerm, NonFiniteError, describe_cause, watched_gradients
-from openrlhf.training.optimizers import make_optimizer, make_schedule
+from openrlhf.training.optimizers import MovableState, make_optimizer, make_schedule
 from openrlhf.training.quiet_deepspeed import OffloadStateTypeEnum
 from openrlhf.training.random_state import random_state, restore_random_state
 from openrlhf.training.strategy import Strategy, initialize
@@ -102,7 +102,9 @@ class TrainEngine:
         self.average: WeightAverage | None = None  # EMA to export instead of the weights
         self.nonfinite_steps = 0  # number of skipped steps so far
         self.nonfinite_in_a_row = 0  # number of skipped steps since the last applied one
-        self._has_two_moments = optimizer.optim == "adam"
+        self._movable_state = wrapped if isinstance(wrapped, MovableState) else None
+        # checkpoints need at least this much for moments
+        self._moment_bytes = {"adam": 8, "adam_8bit": 2}.get(optimizer.optim, 4)
         # Stage 0 in float32 computes no gradient norm and does not check for non-finite gradients.
         self._has_zero_optimizer = ds.trained_stage(ranks) > 0
         engine.enable_backward_allreduce = self._has_zero_optimizer
@@ -130,6 +132,8 @@ class TrainEngine:
         if self.sleeps:
             devices.note(f"{self.name} awake")
             self.engine.reload_states()
+            if self._movable_state:
+                self._movable_state.move_state(self.strategy.device)
         try:
             yield
         finally:
@@ -146,6 +150,8 @@ class TrainEngine:
         optimizer_class = type(self.engine.optimizer.optimizer)
         with patch("deepspeed.ops.adam.fused_adam.FusedAdam", optimizer_class):
             self.engine.offload_states(include=states)
+        if self._movable_state:
+            self._movable_state.move_state(torch.device("cpu"))
         devices.note(f"{self.name} asleep")
 
     @contextmanager
@@ -371,9 +377,7 @@ class TrainEngine:
 
         The files contain the trained weights, their master weights, and the optimizer's moments.
         """
-        bytes_per_weight = 4  # at least one moment
-        if self._has_two_moments:
-            bytes_per_weight += 4
+        bytes_per_weight = self._moment_bytes
         if not self.sharded:  # ZeRO 3 writes only the master weights
             bytes_per_weight += self.hf.dtype.itemsize
         if self._has_zero_optimizer or self.hf.dtype != torch.float32:

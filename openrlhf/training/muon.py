@@ -1,8 +1,9 @@
 """Muon: an optimizer whose steps are orthogonalized momentum, one matrix at a time.
 
-Orthogonalization needs whole matrices, but ZeRO gives an optimizer flat tensors that contain parts
-of many parameters. `Muon.attach` finds the parts. In each step, the ranks exchange them so that
-every rank orthogonalizes some of the matrices and returns each rank's part of the result.
+Orthogonalization needs complete matrices, but ZeRO gives an optimizer flat tensors that contain
+parts of many parameters. `Muon.attach` finds these parts. In each step, the ranks exchange parts so
+that each rank can orthogonalize some of the matrices; it then sends the other ranks their parts of
+the result.
 """
 
 from __future__ import annotations
@@ -20,8 +21,8 @@ from openrlhf.training import tensor_parallel
 from openrlhf.training.masters import own_span
 from openrlhf.training.whole import full_shape
 
-# Muon's momentum has the name of Adam's first moment, because DeepSpeed finds states by this name
-# if it moves them to CPU memory.
+# Muon's momentum has the same name as Adam's first moment, because DeepSpeed moves states with this
+# name to CPU memory.
 MOMENTUM = "exp_avg"
 
 
@@ -30,35 +31,36 @@ class MatrixPart:
     """This rank's part of a matrix, or of a stack of matrices, in a flat tensor."""
 
     parameter: nn.Parameter
-    start: int  # the position of the part in the flat tensor
-    sizes: tuple[int, ...]  # number of elements in the part of each rank
+    start: int  # offset of the part in the flat tensor
+    sizes: tuple[int, ...]  # number of elements in each rank's part
     rank: int  # this rank
 
     def of(self, flat: Tensor) -> Tensor:
-        """Return a view of the part in a tensor with the layout of the flat tensor."""
+        """Return a view of this part in a tensor that has the layout of the flat tensor."""
         return flat.view(-1).narrow(0, self.start, self.sizes[self.rank])
 
 
 class Muon(torch.optim.AdamW):
     """Muon for the groups with `is_muon`, and AdamW for all other groups.
 
-    A Muon step is W ← (1 − ηλ) W − η √max(1, m/n) · orthogonalized(u) for an m × n matrix, with the
-    momentum b ← μ b + (1 − μ) g and u = (1 − μ) g + μ b (Nesterov), or u = b. The gradient g has
-    been clipped by its norm over all parameters before the step.
+    For an m × n matrix W with gradient g, a Muon step is W ← (1 − ηλ) W − η √max(1, m/n) ·
+    orthogonalized(u). The momentum is b ← μ b + (1 − μ) g; u is (1 − μ) g + μ b with Nesterov
+    momentum, and b without. Gradients are clipped before the step, by their norm over all
+    parameters.
 
     Jordan et al. 2024, https://kellerjordan.github.io/posts/muon/
     """
 
     def __init__(self, groups: list[dict[str, Any]], **adam: Any) -> None:
-        """Create the optimizer. The group with `is_muon` is the first, if there is one.
+        """Create the optimizer. If there is a group with `is_muon`, it comes first.
 
-        It also needs `momentum`, `nesterov` and `iterations`.
+        The group with `is_muon` also needs `momentum`, `nesterov` and `iterations`.
         """
         super().__init__(groups, **adam)
         self._matrices: list[nn.Parameter] = []
         if groups[0]["is_muon"]:
             self._matrices = list(groups[0]["params"])
-        self._ranks: dist.ProcessGroup | None = None  # None if this rank has whole matrices
+        self._ranks: dist.ProcessGroup | None = None  # None if matrices are not sharded
         self._device = torch.device("cpu")
         self._parts: dict[Tensor, list[MatrixPart]] = {}  # flat tensor → parts of matrices
 
@@ -86,7 +88,7 @@ class Muon(torch.optim.AdamW):
             self._parts[flat] = self._parts_of(self._matrices)
 
     def _parts_of(self, parameters: list[Any]) -> list[MatrixPart]:
-        """Return the parts of a flat tensor's parameters. Collective."""
+        """Return this rank's parts of the parameters in a flat tensor. Collective."""
         starts: list[int] = []
         own_sizes: list[int] = []
         end = 0
@@ -111,8 +113,8 @@ class Muon(torch.optim.AdamW):
                     parameter=parameter, start=start, sizes=tuple(map(int, sizes)), rank=rank
                 )
             )
-        # Ranks work on consecutive matrices at the same time, so those should have similar sizes.
-        # All ranks must use the same order.
+        # At any time, the ranks work on consecutive matrices, which should therefore have similar
+        # sizes. All ranks must use the same order.
         parts.sort(key=lambda part: full_shape(part.parameter), reverse=True)
         return parts
 
@@ -140,7 +142,7 @@ class Muon(torch.optim.AdamW):
         state = self.state[flat]
         if MOMENTUM not in state:
             state[MOMENTUM] = torch.zeros_like(flat)
-            state["step"] = torch.zeros(())  # AdamW requires a count in every state that it loads
+            state["step"] = torch.zeros(())  # AdamW only loads states that have a step count
         momentum: Tensor = state[MOMENTUM]
         momentum.lerp_(gradient, 1 - group["momentum"])
         flat.mul_(1 - group["lr"] * group["weight_decay"])
@@ -171,11 +173,11 @@ class Muon(torch.optim.AdamW):
             return [_muon_direction(chunk[0].parameter, directions[0], iterations)]
         missing = [0] * (dist.get_world_size(self._ranks) - len(chunk))
         sent = torch.cat(directions).to(self._device)
-        sizes = [0] * len(chunk[0].sizes)  # elements of this rank's matrix on each rank
+        sizes = [0] * len(chunk[0].sizes)  # how many elements of this rank's matrix each rank has
         if rank < len(chunk):
             sizes = list(chunk[rank].sizes)
         matrix = sent.new_empty(sum(sizes))
-        # The parts of a matrix arrive in the order of the ranks, as they are in the matrix.
+        # Parts arrive in the order of the ranks, which is also their order in the matrix.
         dist.all_to_all_single(matrix, sent, sizes, own_sizes + missing, group=self._ranks)
         if rank < len(chunk):
             matrix = _muon_direction(chunk[rank].parameter, matrix, iterations)
@@ -184,16 +186,16 @@ class Muon(torch.optim.AdamW):
 
 
 def _muon_direction(parameter: Any, flat: Tensor, iterations: int) -> Tensor:
-    """Return √max(1, m/n) · orthogonalized(matrix), flattened, for this rank's flat direction.
+    """Return √max(1, m/n) · orthogonalized(matrix), flattened, where `flat` is the matrix.
 
-    Collective over the ranks that tensor parallelism splits the matrix over, which all compute the
-    whole result.
+    With tensor parallelism, `flat` and the result are this rank's parts of a matrix. The call is
+    then collective, and every rank computes the entire matrix.
     """
     shape = getattr(parameter, "ds_shape", parameter.shape)
     whole = tensor_parallel.joined(parameter, flat.view(shape))
     rows, columns = whole.shape[-2:]
     direction = torch.empty_like(whole)
-    # one matrix of a stack of experts at a time, to save memory
+    # processes a stack of experts one matrix at a time, to save memory
     for matrix, result in zip(
         whole.view(-1, rows, columns), direction.view(-1, rows, columns), strict=True
     ):

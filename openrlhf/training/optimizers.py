@@ -2,7 +2,7 @@
 
 import math
 from collections.abc import Callable
-from typing import Any
+from typing import Any, Protocol, runtime_checkable
 
 import torch
 from torch import nn
@@ -20,6 +20,16 @@ from openrlhf.training.whole import full_shape
 NO_DECAY_SUFFIXES = ("bias", "layer_norm.weight", "layernorm.weight", "norm.weight", "ln_f.weight")
 CONVOLUTIONS = (nn.Conv1d, nn.Conv2d, nn.Conv3d)
 DECAY_FRACTION = 0.1  # fraction of the steps in the decay phase of warmup_stable_decay
+MIN_8BIT_SIZE = 4096  # smaller weights have 32-bit moments with adam_8bit, as in bitsandbytes
+
+
+@runtime_checkable
+class MovableState(Protocol):
+    """An optimizer that moves its own state, because DeepSpeed does not know the state's names."""
+
+    def move_state(self, device: torch.device) -> None:
+        """Move the state to `device`."""
+
 
 OPTIMIZERS: Registry[Callable[[list[dict[str, Any]], OptimizerConfig], Optimizer]] = Registry(
     "optimizer"
@@ -68,6 +78,18 @@ def muon(groups: list[dict[str, Any]], settings: OptimizerConfig) -> Optimizer:
     return Muon(groups, lr=adam.lr, betas=adam.betas, eps=adam.eps, fused=True)
 
 
+@OPTIMIZERS.register("adam_8bit")
+def adam_8bit(groups: list[dict[str, Any]], settings: OptimizerConfig) -> Optimizer:
+    """Return AdamW with 8-bit moments for the groups with `is_8bit`.
+
+    Dettmers et al. 2021, arXiv:2110.02861
+    """
+    from openrlhf.training.adam_8bit import Adam8bit  # bitsandbytes is optional
+
+    adam = settings.adam
+    return Adam8bit(groups, lr=adam.lr, betas=adam.betas, eps=adam.eps)
+
+
 def make_optimizer(
     module: nn.Module, settings: OptimizerConfig, *, offload: bool = False
 ) -> Optimizer:
@@ -76,53 +98,79 @@ def make_optimizer(
     With `offload`, the optimizer state is in CPU memory and Adam runs on the CPU. Raises ValueError
     for an unregistered name.
     """
-    groups = parameter_groups(module, settings.adam.weight_decay, muon=settings.optim == "muon")
+    groups = parameter_groups(module, settings.adam.weight_decay, settings.optim)
     if offload and settings.optim == "adam":
         return adamw_in_cpu_memory(groups, settings)
     return OPTIMIZERS[settings.optim](groups, settings)
 
 
 def parameter_groups(
-    module: nn.Module, weight_decay: float, *, muon: bool = False
+    module: nn.Module, weight_decay: float, optim: str = "adam"
 ) -> list[dict[str, Any]]:
     """Return the parameter groups of trained parameters with and without weight decay.
 
-    With `muon`, the hidden layers' matrices are the first group, and each group has an entry
-    `is_muon`. Empty groups are omitted, because schedulers fail on them.
+    The weights that an optimizer treats specially are the first group, and each group then has an
+    entry for it: `is_muon` for the matrices of hidden layers with muon, `is_8bit` for the weights
+    with 8-bit moments with adam_8bit. Empty groups are omitted, because schedulers fail on them.
     """
-    matrices: list[nn.Parameter] = []
+    entry = ""
+    special: set[nn.Parameter] = set()
+    if optim == "muon":
+        entry, special = "is_muon", _hidden_matrices(module)
+    elif optim == "adam_8bit":
+        entry, special = "is_8bit", _large_weights(module)
+    first: list[nn.Parameter] = []
     decayed: list[nn.Parameter] = []
     undecayed: list[nn.Parameter] = []
-    not_hidden = _parameters_outside_hidden_layers(module)
     for name, parameter in module.named_parameters():
         if not parameter.requires_grad:
             continue
         if name.endswith(NO_DECAY_SUFFIXES):
             undecayed.append(parameter)
-        elif muon and len(full_shape(parameter)) >= 2 and parameter not in not_hidden:
-            matrices.append(parameter)
+        elif parameter in special:
+            first.append(parameter)
         else:
             decayed.append(parameter)
     groups: list[dict[str, Any]] = [
-        {"params": matrices, "weight_decay": weight_decay},
+        {"params": first, "weight_decay": weight_decay},
         {"params": decayed, "weight_decay": weight_decay},
         {"params": undecayed, "weight_decay": 0.0},
     ]
-    if muon:
+    if entry:
         for group in groups:
-            group["is_muon"] = group["params"] is matrices
+            group[entry] = group["params"] is first
     return [group for group in groups if group["params"]]
 
 
-def _parameters_outside_hidden_layers(module: nn.Module) -> set[nn.Parameter]:
-    """Return the parameters of embeddings, convolutions and the model's head.
+def _hidden_matrices(module: nn.Module) -> set[nn.Parameter]:
+    """Return the matrices, and stacks of matrices, of hidden layers."""
+    matrices = {p for p in module.parameters() if len(full_shape(p)) >= 2}
+    return matrices - _parameters_outside_hidden_layers(module)
 
-    Embeddings are recognized by their class or by their name, which adapters keep.
+
+def _large_weights(module: nn.Module) -> set[nn.Parameter]:
+    """Return the weights with at least `MIN_8BIT_SIZE` elements, except for embeddings.
+
+    Rows of an embedding get no gradient while their token does not occur. In 8 bits, their second
+    moments would become 0 before their first moments do, and their steps would be huge.
     """
+    large = {p for p in module.parameters() if math.prod(full_shape(p)) >= MIN_8BIT_SIZE}
+    for name, layer in module.named_modules():
+        if _is_embedding(name, layer):
+            large.difference_update(layer.parameters())
+    return large
+
+
+def _is_embedding(name: str, layer: nn.Module) -> bool:
+    """Return whether a layer is an embedding, by its class or by its name, which adapters keep."""
+    return isinstance(layer, nn.Embedding) or "embed" in name
+
+
+def _parameters_outside_hidden_layers(module: nn.Module) -> set[nn.Parameter]:
+    """Return the parameters of embeddings, convolutions and the model's head."""
     found: set[nn.Parameter] = set()
     for name, layer in module.named_modules():
-        is_embedding = isinstance(layer, nn.Embedding) or "embed" in name
-        if is_embedding or isinstance(layer, CONVOLUTIONS) or name == "head":
+        if _is_embedding(name, layer) or isinstance(layer, CONVOLUTIONS) or name == "head":
             found.update(layer.parameters())
     return found
 

@@ -94,7 +94,7 @@ def split_shape(parameter: Tensor, shape: tuple[int, ...]) -> tuple[int, ...]:
 
 
 def joined(parameter: Any, part: Tensor) -> Tensor:
-    """Return the whole weight, given this rank's part of it. Collective over its ranks."""
+    """Gather a weight from this rank's part. Collective over the ranks that split the weight."""
     split = _split(parameter)
     if split is None:
         return part
@@ -103,7 +103,7 @@ def joined(parameter: Any, part: Tensor) -> Tensor:
 
 
 def part_of(parameter: Any, whole: Tensor) -> Tensor:
-    """Return this rank's part of a tensor that has the shape of the whole weight."""
+    """Return this rank's part of a tensor that has the shape of the unsplit weight."""
     split = _split(parameter)
     if split is None:
         return whole

@@ -160,6 +160,12 @@ def test_current_correction_flags_take_precedence_over_old_ones(
     assert advantage.is_correction_threshold == threshold
 
 
+def test_suggestion_for_a_misspelled_old_correction_is_a_current_flag() -> None:
+    (sentence,) = violations("train_ppo_ray", "--enable_vllm_is_corection")
+    assert "--algo.advantage.is_correction_level" in sentence
+    assert "is_correction_enable" not in sentence
+
+
 @pytest.mark.parametrize("command", OLD)
 def test_every_flat_name_of_the_old_command_is_accepted(command: str) -> None:
     flags = dict(flags_of(WITH_OLD[command]))

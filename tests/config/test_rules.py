@@ -187,6 +187,8 @@ BROKEN: list[tuple[str, str, str]] = [
      "--ds.zpg 2 cannot be combined with --ds.tensor_parallel_size 2"),
     (SFT, "--optim muon --ds.use_universal_ckpt --ckpt.load_enable",
      "--optim muon: --ds.use_universal_ckpt converts only the state of adam"),
+    (SFT, "--optim adam_8bit --ds.use_universal_ckpt --ckpt.load_enable",
+     "--optim adam_8bit: --ds.use_universal_ckpt converts only the state of adam"),
     (RL, "--ds.enable_sleep --ds.zero_stage 0",
      "--ds.enable_sleep needs --ds.zero_stage 1, 2 or 3"),
     (RL, "--reward.verifier math --reward.remote_url http://host,r.py",
@@ -327,6 +329,11 @@ WHOLE_LINES: list[tuple[str, str, str]] = [
     (RL, "--actor.optim muon", "--actor.muon.lr 0.02 is the default"),
     (RL, "--critic.optim muon --algo.advantage.estimator gae",
      "--critic.muon.lr 0.02 is the default"),
+    (SFT, "--optim adam_8bit", "--optim adam_8bit needs the package bitsandbytes"),
+    (RL, "--critic.optim adam_8bit --algo.advantage.estimator gae",
+     "--critic.optim adam_8bit needs the package bitsandbytes"),
+    (SFT, "--ds.load_in_4bit --ds.lora.rank 8",
+     "--ds.load_in_4bit needs the package bitsandbytes"),
     ("eval", "--judge.url localhost", "--judge.url localhost is not an http(s) URL"),
     ("eval", "--ds.param_dtype fp16", "--ds.param_dtype fp16 is not supported by engines"),
     ("eval", "--task rm_accuracy",
@@ -376,6 +383,7 @@ WHOLE_LINES: list[tuple[str, str, str]] = [
     (RL, "", "Each iteration: 1024 prompts x 1 = 1024 samples"),
     (RL, "--train.dynamic_batch_enable",
      "--train.dynamic_batch_enable turns on --ds.packing_samples"),
+    (SFT, "--ds.ring_attn_size 2 --ds.tensor_parallel_size 3", "start a multiple of 6 processes"),
     (RL, "--actor.eps_clip 0.1 --actor.eps_clip_low_high 0.2 0.2",
      "--actor.eps_clip has no effect with"),
     (RL, "--actor.policy_loss_type gspo",
@@ -424,8 +432,15 @@ def sentences() -> list[Yield]:
 
 @pytest.fixture
 def slow_machine(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Path:
-    """Simulate a CPU without AVX-512, and return a folder with checkpoints from an earlier run."""
+    """Simulate a CPU without AVX-512 and without the package bitsandbytes.
+
+    Returns a folder with checkpoints from an earlier run.
+    """
+    installed = machine.installed
     monkeypatch.setattr(machine, "has_quick_bfloat16", lambda: False)
+    monkeypatch.setattr(
+        machine, "installed", lambda name: None if name == "bitsandbytes" else installed(name)
+    )
     (tmp_path / "global_step5.manifest.json").touch()
     return tmp_path
 
@@ -610,6 +625,17 @@ def test_batch_size_is_checked_against_the_number_of_launched_processes(
     (sentence,) = violations(SFT, "")
     assert "not divisible by the 3 data-parallel ranks (the launcher started 3)" in sentence
     assert "use 126" in sentence
+
+
+@pytest.mark.parametrize("flag", ["--ds.ring_attn_size", "--ds.tensor_parallel_size"])
+def test_launched_processes_must_be_a_multiple_of_the_ranks_that_share_rows(
+    flag: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("WORLD_SIZE", "4")
+    parse(SFT, f"{flag} 2")
+    (sentence,) = violations(SFT, f"{flag} 3")
+    assert f"{flag} 3" in sentence
+    assert "4" in sentence
 
 
 @pytest.mark.parametrize("command", [SFT, "train_dpo", RL])

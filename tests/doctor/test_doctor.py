@@ -170,6 +170,15 @@ def test_torch_works_on_this_machine() -> None:
     assert "failure" not in levels(software.torch())
 
 
+def test_missing_optional_package_is_reported_with_the_flags_that_need_it(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(machine, "installed", returning(None))
+    [finding] = software.optional("bitsandbytes")
+    assert finding.passes
+    assert "--ds.load_in_4bit" in finding.seen and "--optim adam_8bit" in finding.seen
+
+
 @pytest.mark.parametrize("fails", [False, True])
 def test_command_prints_findings_and_exits_with_status_1_after_a_failure(
     fails: bool, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]

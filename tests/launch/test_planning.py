@@ -93,6 +93,20 @@ def test_speed_of_an_rl_step_has_its_phases(
         ("sft --model.model_name_or_path {path} --cluster 4x24GB --ds.zero_stage 7", "--ds.zero"),
         ("sft --model.model_name_or_path {path} --cluster 3x24GB --train.batch_size 8", "3"),
         ("sft --model.model_name_or_path ./no-such-folder --cluster 4x24GB", "no-such-folder"),
+        (
+            "sft --model.model_name_or_path {path} --cluster 3x24GB --ds.ring_attn_size 2",
+            "--ds.ring_attn_size 2",
+        ),
+        (
+            "sft --model.model_name_or_path {path} --cluster 3x24GB --ds.tensor_parallel_size 3",
+            "--ds.tensor_parallel_size 3",
+        ),
+        (
+            "ppo --actor.model_name_or_path {path} --cluster 8x80GB --vllm.num_engines 1 "
+            "--algo.advantage.estimator reinforce --vllm.tensor_parallel_size 3 "
+            "--actor.num_gpus_per_node 1 --ref.num_gpus_per_node 1",
+            "--vllm.tensor_parallel_size 3",
+        ),
         ("--cluster 4x24GB", "--command"),
         ("reward_test --cluster 4x24GB", "--command"),
     ],

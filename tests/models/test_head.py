@@ -7,6 +7,7 @@ from collections.abc import Callable
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.nn.functional import cross_entropy
 from transformers import AutoModelForCausalLM
 
 from openrlhf.algorithms import tensors
@@ -16,7 +17,7 @@ from openrlhf.models.policy import PolicyModel
 from tests.allocations import LargestTensor
 from tests.tiny import tiny_config
 
-WIDTH, VOCABULARY = 32, 1024
+ROWS, WIDTH, VOCABULARY = 48, 32, 1024
 
 
 class Adapter(nn.Module):
@@ -53,14 +54,14 @@ def adapter() -> Adapter:
     return Adapter(nn.Linear(WIDTH, VOCABULARY))
 
 
-def inputs(rows: int = 24) -> tuple[Tensor, Tensor]:
+def inputs(rows: int = ROWS) -> tuple[Tensor, Tensor]:
     draw = torch.Generator().manual_seed(1)
     return torch.randn(rows, WIDTH, generator=draw), torch.randint(
         VOCABULARY, (rows,), generator=draw
     )
 
 
-@pytest.mark.parametrize("rows", [24, 0])
+@pytest.mark.parametrize("rows", [ROWS, 0])
 def test_adapted_head_matches_the_merged_layer_and_holds_one_chunk_of_logits(
     adapter: Adapter, rows: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -75,11 +76,56 @@ def test_adapted_head_matches_the_merged_layer_and_holds_one_chunk_of_logits(
             assert entropies is not None
             (logprobs.sum() + entropies.square().sum()).backward()
         assert hidden.grad is not None
-        assert largest.numel <= WIDTH * VOCABULARY, "all logits would be 24 · 1024"
+        assert largest.numel <= WIDTH * VOCABULARY, "all logits would be 48 · 1024"
         found.append((logprobs, entropies, hidden.grad))
     for wrapped, merged in zip(*found, strict=True):
         torch.testing.assert_close(wrapped, merged, atol=1e-5, rtol=1e-5)
     assert adapter.up.weight.grad is not None and (rows == 0 or adapter.up.weight.grad.any())
+
+
+@pytest.mark.parametrize("rows", [ROWS, 0])
+@pytest.mark.parametrize("make", [lambda layer: layer, Adapter], ids=["plain", "adapted"])
+def test_function_of_logits_matches_whole_logits_and_holds_one_chunk(
+    make: Callable[[nn.Linear], nn.Module], rows: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Results and gradients match those of whole float64 logits."""
+    torch.manual_seed(0)
+    layer = make(nn.Linear(WIDTH, VOCABULARY)).double()
+    hidden, targets = inputs(rows)
+    hidden = hidden.double().requires_grad_()
+    shares = torch.randn(rows, 2, dtype=torch.float64)
+
+    def reduce(logits: Tensor, chunk: slice) -> Tensor:
+        own = cross_entropy(logits, targets[chunk], reduction="none")
+        return torch.stack([own, logits.logsumexp(1).square()], 1)
+
+    inputs_of_gradients = [hidden, *layer.parameters()]
+    whole = reduce(layer(hidden), slice(None))
+    expected = torch.autograd.grad((whole * shares).sum(), inputs_of_gradients)
+    monkeypatch.setattr(tensors, "CHUNK_LOGITS", 4 * VOCABULARY)
+    with LargestTensor() as largest:
+        reduced, _ = OutputHead(layer)(hidden, reduce=reduce)
+        found = torch.autograd.grad((reduced * shares).sum(), inputs_of_gradients)
+    assert largest.numel <= max(WIDTH, 4) * VOCABULARY, "all logits would be 48 · 1024"
+    torch.testing.assert_close(reduced, whole)
+    torch.testing.assert_close(found, expected)
+
+
+def test_chunks_of_an_adapted_layer_run_no_forward_hooks(
+    adapter: Adapter, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """ZeRO 3's hooks are collective, and ranks may have different numbers of chunks."""
+    monkeypatch.setattr(tensors, "CHUNK_LOGITS", 4 * VOCABULARY)
+    called: list[nn.Module] = []
+    for module in adapter.modules():
+        module.register_forward_hook(lambda module, *_: called.append(module))
+        module.register_forward_pre_hook(lambda module, *_: called.append(module))
+    hidden, targets = inputs()
+    logprobs, _ = OutputHead(adapter)(hidden.requires_grad_(), targets)
+    logprobs.sum().backward()
+    assert called == []
+    adapter(hidden)
+    assert called, "the hooks are still there"
 
 
 def test_policy_scores_include_the_adapter_of_the_output_layer() -> None:

@@ -5,15 +5,51 @@ The planner does not import torch, so it cannot import these modules.
 
 from __future__ import annotations
 
+import pytest
+import torch
+from peft import LoraConfig, get_peft_model
+from transformers import AutoModelForCausalLM
+
 from openrlhf.algorithms import tensors
+from openrlhf.config.optimizer import OptimizerConfig
 from openrlhf.planning import activations, memory, rl_roles
+from openrlhf.planning.constants import CPU
+from openrlhf.planning.memory import RoleMemory
+from openrlhf.planning.roles import ModelRole
+from openrlhf.planning.shapes import shape_from_config
 from openrlhf.rollout import engine_settings
-from openrlhf.training import masters
+from openrlhf.training import masters, optimizers
+from openrlhf.training.optimizers import make_optimizer
 from openrlhf.workers import base
+from tests.tiny import tiny_config
 
 
 def test_sizes_that_the_planner_repeats_equal_those_of_the_product() -> None:
     assert activations.CHUNK_LOGITS == tensors.CHUNK_LOGITS
     assert memory.BUCKET_BYTES == base.BUCKET_BYTES
     assert memory.SAMPLED_WEIGHTS == masters.MAX_SAMPLED_WEIGHTS
+    assert memory.MIN_8BIT_SIZE == optimizers.MIN_8BIT_SIZE
     assert rl_roles.CPU_CACHE_BYTES == engine_settings.CPU_KV_CACHE_BYTES
+
+
+@pytest.mark.parametrize("lora", [0, 4, 64])
+def test_state_of_8_bit_adam_has_the_predicted_size(lora: int) -> None:
+    hf = AutoModelForCausalLM.from_config(tiny_config("llama-wide"))
+    shape = shape_from_config(hf.config.to_dict())
+    if lora:
+        modules = ["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"]
+        hf = get_peft_model(hf, LoraConfig(r=lora, target_modules=modules))
+    optimizer = make_optimizer(hf, OptimizerConfig(optim="adam_8bit"))
+    for group in optimizer.param_groups:
+        for parameter in group["params"]:
+            parameter.grad = torch.zeros_like(parameter)
+    optimizer.step()
+    stored = 0
+    for state in optimizer.state.values():
+        for name in ("state1", "state2", "absmax1", "absmax2"):
+            stored += state[name].nbytes if name in state else 0
+    role = ModelRole(
+        name="policy", shape=shape, dtype="fp32", trained=True, optimizer="adam_8bit",
+        lora_rank=lora,
+    )  # fmt: skip
+    assert RoleMemory(role, CPU).moment_bytes == stored

@@ -8,9 +8,11 @@ from __future__ import annotations
 import sys
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import torch
 
+from openrlhf.algorithms import tensors
 from openrlhf.checkpoints.manager import CheckpointManager
 from openrlhf.config.flags import amend
 from openrlhf.config.machine import world_size
@@ -41,14 +43,18 @@ from openrlhf.training.gathered import full_parameters
 from openrlhf.training.layout import RankLayout
 from openrlhf.training.strategy import Strategy
 from openrlhf.workers.base import MicroBatchLimits
+from tests.tiny import SIZES
 
 STEPS, ROWS = 2, 8
 REWARD_TOKENS = (11, 12)
+SHORT_CHUNK = 2 * SIZES["vocab_size"]  # logits of two tokens
 ADAPTERS = {
     "": LoraConfig(),
     "lora": LoraConfig(rank=4, alpha=8, rslora=True),
     "qlora": LoraConfig(rank=4, alpha=8),
     "dora": LoraConfig(rank=4, alpha=8, dora=True, target_modules=("q_proj", "down_proj")),
+    "head": LoraConfig(rank=4, alpha=8, target_modules=("q_proj", "lm_head")),
+    "head_alone": LoraConfig(rank=4, alpha=8, target_modules=("lm_head",)),
 }
 FLAGS: dict[str, Any] = {
     "adam.lr": 1.0,
@@ -167,9 +173,17 @@ def take_step(
     task: OfflineTask[Any, Any, Any],
     rows: list[Any],
     limits: MicroBatchLimits,
+    *,
+    uneven: bool,
 ) -> StepResult:
-    """Take an optimizer step over this rank's part of the rows. Collective."""
-    mine = task.of_window(rows[strategy.dp_rank :: strategy.dp_size], strategy)
+    """Take an optimizer step over this rank's part of the rows. Collective.
+
+    With `uneven`, the last rank has one row, and the first rank has all others.
+    """
+    part = rows[strategy.dp_rank :: strategy.dp_size]
+    if uneven and strategy.dp_size > 1:
+        part = rows[1:] if strategy.is_main else rows[:1]
+    mine = task.of_window(part, strategy)
     return engine.optimize(
         task.micro_batches(task.collate(mine), limits),
         counts=task.counts,
@@ -188,13 +202,18 @@ def weights_of(engine: TrainEngine) -> dict[str, torch.Tensor]:
 
 
 def train(
-    strategy: Strategy, name: str, task: OfflineTask[Any, Any, Any], limits: MicroBatchLimits
+    strategy: Strategy,
+    name: str,
+    task: OfflineTask[Any, Any, Any],
+    limits: MicroBatchLimits,
+    *,
+    uneven: bool,
 ) -> dict[str, Any]:
     """Train a model and return its gradient norms, metrics and final weights."""
     engine: TrainEngine = load_models(task, strategy, STEPS, CheckpointManager(task.config.ckpt))
     norms, logged = [], []
     for step in range(STEPS):
-        result = take_step(strategy, engine, task, rows_of(name, step), limits)
+        result = take_step(strategy, engine, task, rows_of(name, step), limits, uneven=uneven)
         norms.append(result.grad_norm)
         logged.append(values(merge_all(strategy.gather(result.metrics))))
     return {"norms": norms, "metrics": logged, "weights": weights_of(engine)}
@@ -202,6 +221,9 @@ def train(
 
 def main() -> None:
     """Train in every layout given by a name such as `dpo-zero2-micro1-packed`.
+
+    In a layout with `uneven`, the ranks have very different numbers of rows, and chunks of logits
+    are short, so that the ranks compute different numbers of chunks.
 
     The arguments are the model folder, the folder of the reference or teacher, the output file, and
     the layouts.
@@ -225,7 +247,11 @@ def main() -> None:
         )
         strategy = Strategy(ds, RankLayout.from_flags(ds, processes=world_size()), seed=0)
         limits = MicroBatchLimits(size=int(micro[-1]), packed=packing)
-        results[layout] = train(strategy, name, task_of(name, model, other, ds), limits)
+        task = task_of(name, model, other, ds)
+        uneven = "uneven" in further
+        chunk_logits = SHORT_CHUNK if uneven else tensors.CHUNK_LOGITS
+        with patch.object(tensors, "CHUNK_LOGITS", chunk_logits):
+            results[layout] = train(strategy, name, task, limits, uneven=uneven)
     if strategy.is_main:
         torch.save(results, Path(out))
     torch.distributed.barrier()

@@ -33,12 +33,16 @@ from tests.trainers.offline_job import (
 
 PLAIN = ["zero0-micro8-padded", "zero2-micro1-packed"]
 SPLIT = ["zero0-micro3-packed", "zero1-micro3-padded", "zero2-micro8-packed", "zero3-micro3-packed"]
+# The ranks have different numbers of chunks of logits, for which ZeRO 3 must not gather the output
+# layer's weight once per chunk: the rank with more chunks would wait forever.
+UNEVEN = "zero3-micro3-packed-uneven"
 LAYOUTS = [
     *(
         f"{name}-{layout}"
         for name in ("dpo", "kto", "kd", "prm_hard")
         for layout in [*PLAIN, *SPLIT]
     ),
+    *(f"{name}-{UNEVEN}" for name in ("kd", "prm_hard")),
     *(
         f"{name}-{layout}"
         for name in (
@@ -347,6 +351,40 @@ def test_adapters_on_4_bit_weights_train_the_same_on_any_number_of_ranks(
         for parameter, weight in split["weights"].items():
             torch.testing.assert_close(
                 weight, alone["weights"][parameter], atol=2e-3, rtol=2**-7, msg=parameter
+            )
+
+
+@pytest.mark.verify
+def test_ranks_may_have_different_numbers_of_chunks_of_an_untied_or_adapted_output_layer(
+    tmp_path: Path,
+) -> None:
+    """Zero-3 ranks with different numbers of chunks finish, with the results of whole weights."""
+    untied = [
+        save_tiny_model(tmp_path / name, "qwen2-untied", seed=seed)
+        for seed, name in enumerate(("policy", "teacher"))
+    ]
+    names = {
+        "kd": "",
+        "kd_top": "",
+        "prm_vocabulary": "",
+        "dpo": "",
+        "sft": "-head",
+        "ipo": "-head",  # its reference is the policy without adapters
+        "kto": "-head_alone",  # the decoder has no gradient
+    }
+    layouts: list[str] = []
+    for name, adapter in names.items():
+        layouts += [f"{name}-zero0-micro8-padded{adapter}", f"{name}-{UNEVEN}{adapter}"]
+    out = tmp_path / "results.pt"
+    run_ranks(2, "tests.trainers.offline_job", *untied, str(out), *layouts, timeout=300)
+    results = torch.load(out)
+    for name, adapter in names.items():
+        whole = results[f"{name}-zero0-micro8-padded{adapter}"]
+        uneven = results[f"{name}-{UNEVEN}{adapter}"]
+        assert uneven["norms"] == pytest.approx(whole["norms"], rel=1e-4), name
+        for parameter, weight in uneven["weights"].items():
+            torch.testing.assert_close(
+                weight, whole["weights"][parameter], atol=1e-5, rtol=0, msg=f"{name} {parameter}"
             )
 
 

@@ -28,6 +28,7 @@ from tests.trainers.offline_job import weights_of
 from tests.training.window_worker import batch
 
 STEPS = 3
+EMA = 0.5
 MUON = MuonConfig(lr=0.02, momentum=0.9)
 OPTIMIZER = OptimizerConfig(
     optim="muon",
@@ -54,13 +55,15 @@ class Case:
     dtype: str = "fp32"
     max_norm: float = 0.0
     offload: bool = False
-    lora: bool = False
+    lora: int = 0  # rank of the adapters
     optim: str = "muon"
+    adam: AdamConfig = OPTIMIZER.adam
+    steps: int = STEPS
     resume_at: int | None = None  # resume from a checkpoint in a new engine after this step
 
 
 def run(case: Case, folder: Path) -> list[dict[str, Tensor]]:
-    """Return the weights before the first step and after each step."""
+    """Return the weights before the first step and after each step, and their average."""
     ds = DeepSpeedConfig(
         zero_stage=case.zero,
         param_dtype=case.dtype,
@@ -70,12 +73,12 @@ def run(case: Case, folder: Path) -> list[dict[str, Tensor]]:
         zpg=case.zpg,
         ring_attn_size=case.sp,
         tensor_parallel_size=case.tp,
-        lora=LoraConfig(rank=4, alpha=8) if case.lora else LoraConfig(),
+        lora=LoraConfig(rank=case.lora, alpha=2 * case.lora) if case.lora else LoraConfig(),
     )
     strategy = Strategy(ds, RankLayout.from_flags(ds, processes=case.ranks), seed=0)
     engine = new_engine(case, strategy, folder)
     weights = [weights_of(engine)]
-    for step in range(STEPS):
+    for step in range(case.steps):
         if step == case.resume_at:
             place = folder / "checkpoints"
             if strategy.is_main:
@@ -85,6 +88,8 @@ def run(case: Case, folder: Path) -> list[dict[str, Tensor]]:
             engine = new_engine(case, strategy, folder)
             engine.load(str(place), "saved")
         take_step(engine, strategy, step)
+        weights.append(weights_of(engine))
+    with engine.averaged():
         weights.append(weights_of(engine))
     return weights
 
@@ -98,9 +103,11 @@ def new_engine(case: Case, strategy: Strategy, folder: Path) -> TrainEngine:
         packing=True,
         lora=strategy.config.lora,
     )
-    optimizer = replace(OPTIMIZER, optim=case.optim, max_norm=case.max_norm)
-    engine = TrainEngine(strategy, lambda: PolicyModel.load(spec), optimizer, total_steps=STEPS)
-    engine.average = WeightAverage(engine.module, strategy, 0.5)
+    optimizer = replace(OPTIMIZER, optim=case.optim, adam=case.adam, max_norm=case.max_norm)
+    engine = TrainEngine(
+        strategy, lambda: PolicyModel.load(spec), optimizer, total_steps=case.steps
+    )
+    engine.average = WeightAverage(engine.module, strategy, EMA)
     return engine
 
 
@@ -130,7 +137,7 @@ def run_cases(cases: list[Case], folder: Path, out: Path) -> None:
 
 
 def run_all(cases: list[Case], folder: Path) -> dict[Case, list[dict[str, Tensor]]]:
-    """Run the cases on their ranks, and return the weights before and after each step."""
+    """Run the cases on their ranks, and return what `run` returns on the main rank."""
     for kind in {case.model for case in cases}:
         save_tiny_model(folder / kind, kind, seed=1)
     torch.save(cases, folder / "cases.pt")

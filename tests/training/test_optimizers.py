@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import pytest
 import torch
+from bitsandbytes.optim.adamw import AdamW8bit
 from torch import nn
 from transformers import get_scheduler
 
 from openrlhf.config.optimizer import SCHEDULERS, AdamConfig, MuonConfig, OptimizerConfig
-from openrlhf.training.optimizers import OPTIMIZERS, make_optimizer, make_schedule
+from openrlhf.training.adam_8bit import Adam8bit
+from openrlhf.training.optimizers import OPTIMIZERS, MovableState, make_optimizer, make_schedule
 
 ADAM = AdamConfig(lr=0.5, betas=(0.8, 0.9), eps=1e-3, weight_decay=0.1)
 
@@ -36,7 +38,7 @@ def test_weight_decay_applies_to_matrices_but_not_to_biases_and_norms() -> None:
 def test_unregistered_optimizer_error_lists_the_registered_names() -> None:
     with pytest.raises(ValueError, match=r"optimizer 'lion'.* adam"):
         make_optimizer(model(), OptimizerConfig(optim="lion"))
-    assert list(OPTIMIZERS) == ["adam", "muon"]
+    assert list(OPTIMIZERS) == ["adam", "muon", "adam_8bit"]
 
 
 class TinyModel(nn.Module):
@@ -81,6 +83,65 @@ def test_muon_trains_only_the_matrices_of_hidden_layers() -> None:
     assert [group["lr"] for group in (matrices, decayed, undecayed)] == [0.25, 0.5, 0.5]
     assert [group["weight_decay"] for group in (matrices, decayed, undecayed)] == [0.1, 0.1, 0.0]
     assert (matrices["momentum"], matrices["iterations"], matrices["nesterov"]) == (0.5, 3, False)
+
+
+def test_only_large_weights_outside_embeddings_have_8_bit_moments() -> None:
+    module = nn.ModuleDict(
+        {
+            "embed_tokens": nn.Embedding(64, 64),
+            "large": nn.Linear(64, 64),
+            "small": nn.Linear(64, 63, bias=False),
+            "norm": nn.LayerNorm(4096),
+        }
+    )
+    names = {parameter: name for name, parameter in module.named_parameters()}
+    settings = OptimizerConfig(optim="adam_8bit", adam=ADAM)
+    optimizer = make_optimizer(module, settings)
+    groups = [
+        (group["is_8bit"], group["weight_decay"], [names[p] for p in group["params"]])
+        for group in optimizer.param_groups
+    ]
+    assert groups == [
+        (True, 0.1, ["large.weight"]),
+        (False, 0.1, ["embed_tokens.weight", "small.weight"]),
+        (False, 0.0, ["large.bias", "norm.weight", "norm.bias"]),
+    ]
+    for parameter in module.parameters():
+        parameter.grad = torch.ones_like(parameter)
+    optimizer.step()
+    for parameter, state in optimizer.state.items():
+        expected = torch.uint8 if names[parameter] == "large.weight" else torch.float32
+        assert (state["state1"].dtype, state["state2"].dtype) == (expected, expected)
+
+
+@pytest.mark.parametrize("size", [256, 1000, 2**20 + 300])
+@pytest.mark.parametrize("bits", [8, 32])
+def test_8_bit_adam_computes_long_tensors_in_chunks(size: int, bits: int) -> None:
+    """A chunk must have the moments and scales of its own weights."""
+    generator = torch.Generator().manual_seed(0)
+    weights = torch.randn(size, generator=generator)
+    gradients = [torch.randn(size, generator=generator) for _ in range(3)]
+    one, other = nn.Parameter(weights.clone()), nn.Parameter(weights.clone())
+    settings = {"lr": 0.1, "betas": (0.8, 0.9), "eps": 1e-3, "weight_decay": 0.1}
+    ours = Adam8bit([{"params": [one], "is_8bit": bits == 8}], **settings)
+    theirs = AdamW8bit([other], min_8bit_size=0 if bits == 8 else size + 1, **settings)
+    for gradient in gradients:
+        one.grad, other.grad = gradient.clone(), gradient.clone()
+        ours.step()
+        theirs.step()
+    assert torch.equal(one, other)
+    assert list(ours.state) == [one]
+
+
+def test_8_bit_adam_moves_its_whole_state() -> None:
+    weight = nn.Parameter(torch.ones(4096))
+    optimizer = Adam8bit([{"params": [weight], "is_8bit": True}])
+    weight.grad = torch.ones(4096)
+    optimizer.step()
+    assert isinstance(optimizer, MovableState)
+    optimizer.move_state(torch.device("meta"))
+    moved = [v.device.type for v in optimizer.state[weight].values() if torch.is_tensor(v)]
+    assert moved == ["meta"] * 6
 
 
 @pytest.mark.parametrize("name", SCHEDULERS)
