@@ -241,7 +241,11 @@ class DeepSpeedConfig(LoadingConfig):
         "none", "Where ZeRO 3 stores parameters between uses.", choices=("none", "cpu", "nvme")
     )
     nvme_path: str | None = option(
-        None, "NVMe folder for offloaded state.", holds="place", not_yet="leave it out"
+        None,
+        "NVMe folder for offloaded state.",
+        holds="place",
+        not_yet="use --ds.adam_offload, because DeepSpeed does not restore optimizer state on NVMe "
+        "from a checkpoint (docs/devices.md)",
     )
     use_universal_ckpt: bool = option(
         False,

@@ -34,7 +34,10 @@ def weight_violations(ds: DeepSpeedConfig) -> Iterator[str]:
     if ds.param_offload != "none" and ds.zero_stage != 3:
         yield "<ds.param_offload> needs --ds.zero_stage 3."
     if ds.param_offload == "nvme":
-        yield "<ds.param_offload> is not available yet: use cpu."
+        yield (
+            "<ds.param_offload> is not available yet: DeepSpeed trains with weights on NVMe, but "
+            "cannot resume such a run from a checkpoint (docs/devices.md). Use cpu."
+        )
 
 
 def slice_violations(ds: DeepSpeedConfig, processes: int, *, what: str) -> Iterator[str]:
