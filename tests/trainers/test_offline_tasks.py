@@ -367,16 +367,15 @@ def test_ranks_may_have_different_numbers_of_chunks_of_an_untied_or_adapted_outp
         "kd": "",
         "kd_top": "",
         "prm_vocabulary": "",
-        "dpo": "",
         "sft": "-head",
         "ipo": "-head",  # its reference is the policy without adapters
-        "kto": "-head_alone",  # the decoder has no gradient
+        "dpo": "-head_alone",  # the decoder has no gradient
     }
     layouts: list[str] = []
     for name, adapter in names.items():
         layouts += [f"{name}-zero0-micro8-padded{adapter}", f"{name}-{UNEVEN}{adapter}"]
     out = tmp_path / "results.pt"
-    run_ranks(2, "tests.trainers.offline_job", *untied, str(out), *layouts, timeout=300)
+    run_ranks(2, "tests.trainers.offline_job", *untied, str(out), *layouts, timeout=900)
     results = torch.load(out)
     for name, adapter in names.items():
         whole = results[f"{name}-zero0-micro8-padded{adapter}"]
