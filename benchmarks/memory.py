@@ -295,6 +295,9 @@ def roles_of(case: Case, shape: ModelShape) -> list[ModelRole]:
     frozen = replace(model, zero_stage=3 if case.zero == 3 else 0, scoring=batch)
     if case.role in ("reference", "reward"):
         return [frozen]
+    teacher_bytes = 0
+    if case.role == "kd":
+        teacher_bytes = model.width * batch.scored * shape.hidden
     trained = replace(
         model,
         trained=True,
@@ -303,13 +306,17 @@ def roles_of(case: Case, shape: ModelShape) -> list[ModelRole]:
         ema=case.ema,
         gradient_checkpointing=case.checkpointing,
         keeps_logits=case.role == "kd",
+        teacher_logits=case.role == "kd",
+        teacher_bytes=teacher_bytes,
         training=batch,
         window=case.micro_batches,
         publishes=case.role == "policy",
     )
     if case.role in ("policy", "critic") or (case.lora and case.role == "dpo"):
         return [replace(trained, scoring=batch)]
-    if case.role in ("dpo", "kto", "kd"):
+    if case.role == "kd":  # the student's passes compute the teacher's logits
+        return [trained, replace(frozen, scoring=replace(batch, scored=0))]
+    if case.role in ("dpo", "kto"):
         return [trained, frozen]
     return [trained]
 

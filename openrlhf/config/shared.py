@@ -420,6 +420,15 @@ class TrainedModelConfig(Section):
         False, "Recompute activations to save memory (RL: also in the critic)."
     )
     gradient_checkpointing_reentrant: bool = option(False, "Use reentrant gradient checkpointing.")
+    gradient_checkpointing_every: int = option(
+        1,
+        "Recompute only every N-th layer, which is faster than all layers and takes more memory "
+        "(RL: also in the critic).",
+        ge=1,
+    )
+    gradient_checkpointing_offload: bool = option(
+        False, "Keep the inputs of recomputed layers in CPU memory (RL: also in the critic)."
+    )
     aux_loss_coef: float = option(
         0.0, "Weight of the experts' load-balancing loss (RL: also in the critic).", ge=0
     )
@@ -429,7 +438,12 @@ class TrainedModelConfig(Section):
         yield from super().unused()
         if not self.gradient_checkpointing_enable:
             yield Unused(
-                ["gradient_checkpointing_reentrant"], "without --gradient_checkpointing_enable"
+                [
+                    "gradient_checkpointing_reentrant",
+                    "gradient_checkpointing_every",
+                    "gradient_checkpointing_offload",
+                ],
+                "without --gradient_checkpointing_enable",
             )
 
 

@@ -27,6 +27,7 @@ from openrlhf.config.shared import DeepSpeedConfig, LoadingConfig, LoraConfig, T
 from openrlhf.layer_plan import split_patterns
 from openrlhf.models import packed_attention
 from openrlhf.models.adapters import unadapted_experts, with_adapters
+from openrlhf.models.checkpointing import checkpoint_layers
 from openrlhf.models.weights import ModelError, StoredWeights, odd_experts, require_finite
 from openrlhf.reporting import notice
 
@@ -58,6 +59,8 @@ class LoadSpec:
     ds: LoadingConfig  # resolved settings, including the attention implementation that is used
     max_len: int | None = None  # tokens in the run's longest sequence
     gradient_checkpointing: bool = False
+    checkpoint_every: int = 1  # only every N-th layer is checkpointed
+    checkpoint_offload: bool = False  # inputs of checkpointed layers are in CPU memory
     reentrant: bool = False
     trust_remote_code: bool = False
     lora: LoraConfig | None = None  # new adapters are added if its rank is above 0
@@ -82,6 +85,8 @@ class LoadSpec:
         return replace(
             self,
             gradient_checkpointing=model.gradient_checkpointing_enable,
+            checkpoint_every=model.gradient_checkpointing_every,
+            checkpoint_offload=model.gradient_checkpointing_offload,
             reentrant=model.gradient_checkpointing_reentrant,
             lora=lora,
             seed=seed,
@@ -364,8 +369,12 @@ def prepare_model(
         if spec.reentrant:
             model.enable_input_require_grads()
     if spec.gradient_checkpointing:
-        options: dict[str, Any] = {"use_reentrant": spec.reentrant}
-        model.gradient_checkpointing_enable(gradient_checkpointing_kwargs=options)
+        checkpoint_layers(
+            model,
+            every=spec.checkpoint_every,
+            reentrant=spec.reentrant,
+            offload=spec.checkpoint_offload,
+        )
     return model
 
 

@@ -50,24 +50,32 @@ def pass_bytes(role: ModelRole, batch: Pass, constants: Constants) -> PassBytes:
 def _saved(role: ModelRole, batch: Pass, constants: Constants) -> tuple[float, float]:
     """Return how many bytes a training pass keeps for its backward pass, and recomputes.
 
-    With gradient checkpointing, it keeps the inputs of each layer, and the second value is the size
-    of the largest layer's activations, which the backward pass recomputes. Otherwise, the second
-    value is 0.
+    With gradient checkpointing, a recomputed layer keeps only its input, which may be in CPU
+    memory. The second value is the size of the largest recomputed layer's activations, or 0.
     """
     shape, b = role.shape, role.width
     layers = 0.0
     largest = 0.0
     windows = shape.windows or (None,) * shape.layers
-    for window in windows:
+    for number, window in enumerate(windows):
         layer = _layer(role, batch, window, constants)
-        layers += layer
-        largest = max(largest, layer)
+        if role.gradient_checkpointing and number % role.checkpoint_every == 0:
+            largest = max(largest, layer)
+        else:
+            layers += layer
+    inputs = input_bytes(role, batch)
+    if role.checkpoint_offload and role.gradient_checkpointing:
+        largest += inputs / role.recomputed_layers  # back on the device for its second run
+        inputs = 0
     head = batch.tokens * _norm(role) + batch.scored * b * shape.hidden
     if shape.scalar and b < 4:
         head += 4 * batch.scored * shape.hidden  # the head's inputs in float32
-    if role.gradient_checkpointing:
-        return shape.layers * batch.tokens * b * shape.hidden + head, largest
-    return layers + head, 0.0
+    return layers + inputs + head, largest
+
+
+def input_bytes(role: ModelRole, batch: Pass) -> int:
+    """Return the size of the inputs of all recomputed layers, in bytes."""
+    return role.recomputed_layers * batch.tokens * role.width * role.shape.hidden
 
 
 def _layer(role: ModelRole, batch: Pass, window: int | None, constants: Constants) -> float:

@@ -136,8 +136,11 @@ def _changes(config: Any, cluster: Cluster) -> Iterator[Change]:
     yield from _batch_changes(config)
     trained = "actor" if is_rl else "model"
     checkpointing = f"{trained}.gradient_checkpointing_enable"
+    every = f"{trained}.gradient_checkpointing_every"
     if not value_at(config, checkpointing):
         yield Change(({checkpointing: True},))
+    elif value_at(config, every) > 1:
+        yield Change(({every: 1},))
     if not ds.packing_samples and ds.param_dtype != "fp32" and cluster.on_gpus:
         yield Change(({"ds.packing_samples": True},))
     for path in ("ref.offload", "reward.offload", "kd.teacher_offload"):

@@ -11,7 +11,7 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from functools import cached_property
 
-from openrlhf.planning.activations import PassBytes, pass_bytes
+from openrlhf.planning.activations import PassBytes, input_bytes, pass_bytes
 from openrlhf.planning.constants import MIB, Constants
 from openrlhf.planning.roles import DTYPE_BYTES, EngineRole, ModelRole, Pass
 from openrlhf.planning.shapes import Weight
@@ -402,7 +402,7 @@ class RoleMemory:
         )
         earlier = gradients.kept - gradients.idle if self.role.window > 1 else 0
         inner = sizes.training
-        if self.role.gradient_checkpointing:
+        if self.role.gradient_checkpointing and self.role.checkpoint_every == 1:
             inner = sizes.scoring  # layers run without saving their activations
         forward = fixed + Usage(gradients=earlier) + _forward(sizes, inner)
         summed = gradients.kept - gradients.idle + gradients.backward
@@ -498,11 +498,15 @@ def predict_host(role: ModelRole, constants: Constants) -> dict[Instant, Usage]:
     usage = dict.fromkeys(Instant, kept)
     # The first step creates the gradients of an offloaded optimizer.
     usage[Instant.LOAD] += Usage(optimizer=-memory.gradients.host)
+    if role.checkpoint_offload and role.training:
+        inputs = Usage(activations=input_bytes(role, role.training))
+        usage[Instant.FORWARD] += inputs
+        usage[Instant.BACKWARD] += inputs
     if not role.sleeps:
         return usage
     asleep = kept + Usage(optimizer=memory.optimizer_bytes, gradients=memory.gradients.idle)
     awake = (Instant.LOAD, Instant.FORWARD, Instant.BACKWARD, Instant.STEP)
-    return {instant: kept if instant in awake else asleep for instant in Instant}
+    return {instant: usage[instant] if instant in awake else asleep for instant in Instant}
 
 
 def cache_bytes_per_token(engine: EngineRole) -> float:

@@ -73,6 +73,8 @@ def trained_role(
         dora=lora.dora,
         ema=config.train.enable_ema,
         gradient_checkpointing=model.gradient_checkpointing_enable,
+        checkpoint_every=model.gradient_checkpointing_every,
+        checkpoint_offload=model.gradient_checkpointing_offload,
         keeps_logits="lm_head" in lora.target_modules and lora.rank > 0,
     )
 

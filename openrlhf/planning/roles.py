@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 
 from openrlhf.planning.shapes import ModelShape, SplitError
@@ -43,12 +44,14 @@ class ModelRole:
     load_in_4bit: bool = False
     ema: bool = False
     gradient_checkpointing: bool = False
+    checkpoint_every: int = 1  # with gradient checkpointing, every N-th layer is recomputed
+    checkpoint_offload: bool = False  # the inputs of recomputed layers are in CPU memory
     flash: bool = False  # uses FlashAttention, which needs no mask and no float32 copies
     overlap_comm: bool = False
     entropy: bool = False  # the policy's entropy is computed
     keeps_logits: bool = False  # autograd keeps the logits (KD, PRM, adapters)
     teacher_bytes: int = 0  # teacher outputs, which are kept until the end of the backward pass
-    teacher_logits: bool = False  # each chunk of logits comes with the teacher\'s logits
+    teacher_logits: bool = False  # each chunk of logits comes with the teacher's logits
     training: Pass | None = None
     scoring: Pass | None = None
     window: int = 1  # micro-batches per optimizer step
@@ -69,6 +72,13 @@ class ModelRole:
     def sharded(self) -> bool:
         """True if ZeRO 3 shards the weights."""
         return self.zero_stage == 3
+
+    @property
+    def recomputed_layers(self) -> int:
+        """The number of layers that the backward pass recomputes."""
+        if not self.gradient_checkpointing:
+            return 0
+        return math.ceil(self.shape.layers / self.checkpoint_every)
 
     @property
     def full_training(self) -> bool:

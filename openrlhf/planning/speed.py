@@ -77,9 +77,7 @@ def gather_seconds(size: float, cluster: Cluster, ranks: int) -> float:
 def training_time(role: ModelRole, cluster: Cluster, *, tokens: int, length: int) -> TrainingTime:
     """Return the time of an optimizer step over `tokens` tokens in sequences of `length`."""
     ranks = role.dp * role.sp * role.tp
-    passes = 3
-    if role.gradient_checkpointing:
-        passes += 1
+    passes = 3 + role.recomputed_layers / role.shape.layers
     compute = passes * tokens * forward_operations(role, length) / (ranks * rate(cluster))
     weights = role.width * role.shape.parameters / role.tp
     gradients = weights

@@ -135,3 +135,13 @@ def test_longest_length_fits_and_a_longer_one_does_not(configure: Configure) -> 
 def test_capacity_of_a_device_is_in_bytes(plan: MakePlan) -> None:
     planned = plan(f"sft --model.model_name_or_path {{llama2-7b}} {FULL}", "1x24GB")
     assert planned.pools[0].capacity == 24 * GIB
+
+
+def test_advice_recomputes_all_layers_again(configure: Configure) -> None:
+    cluster = parse_cluster("8xA100-80GB")
+    line = f"sft --model.model_name_or_path {{llama2-7b}} {FULL}"
+    longest = advice.longest_length(configure(line, "8xA100-80GB"), cluster)
+    every = "--model.gradient_checkpointing_every 8"
+    config = configure(f"{line} {every} --data.max_len {longest}", "8xA100-80GB")
+    found = advice.nearest_fit(config, cluster)
+    assert found and found.flags == {"model.gradient_checkpointing_every": 1}

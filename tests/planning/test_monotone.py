@@ -71,6 +71,8 @@ def test_fewer_tokens_never_need_more_memory(stage: int, dtype: str) -> None:
     "saving",
     [
         {"gradient_checkpointing": True},
+        {"gradient_checkpointing": True, "checkpoint_every": 4},
+        {"gradient_checkpointing": True, "checkpoint_offload": True},
         {"adam_offload": True},
         {"lora_rank": 16},
         {"lora_rank": 16, "load_in_4bit": True},
@@ -134,6 +136,33 @@ def test_zero_stages_shard_what_the_paper_says() -> None:
     assert held[2].gradients == pytest.approx(4 * parameters / 64, rel=0.01)
     assert held[2].weights == 2 * parameters
     assert held[3].weights < held[2].weights / 3
+
+
+def test_more_recomputed_layers_need_less_memory_and_offload_moves_their_inputs() -> None:
+    roles = [replace(ROLE, gradient_checkpointing=True, checkpoint_every=n) for n in (1, 2, 4)]
+    activations = [predict_role(role, CUDA)[Instant.BACKWARD].activations for role in roles]
+    assert sorted(activations) == activations
+    offloaded = replace(roles[0], checkpoint_offload=True)
+    moved = predict_host(offloaded, CUDA)[Instant.BACKWARD].activations
+    assert moved == 32 * BATCH.tokens * 2 * SHAPE.hidden
+    assert predict_host(offloaded, CUDA)[Instant.STEP].activations == 0
+    saved = predict_role(roles[0], CUDA)[Instant.FORWARD].activations
+    left = predict_role(offloaded, CUDA)[Instant.FORWARD].activations
+    assert saved - left == pytest.approx(CUDA.allocator_factor * moved, rel=1e-3)
+
+
+def test_distillation_keeps_a_teachers_states_instead_of_its_logits(plan: MakePlan) -> None:
+    line = (
+        "kd --model.model_name_or_path {llama2-7b} --kd.teacher_model {llama2-7b} "
+        "--ds.packing_samples --train.micro_batch_size"
+    )
+    logits: list[int] = []
+    for rows in (2, 4):
+        peaks = plan(f"{line} {rows}", "8xA100-80GB").pools[0].at(Instant.BACKWARD)
+        logits.append(peaks["policy"].logits)
+    tokens = 2 * 2048
+    # the states of the teacher, and the gradient of the student's
+    assert logits[1] - logits[0] == pytest.approx(4 * tokens * SHAPE.hidden, rel=0.1)
 
 
 def test_ring_divides_the_activations(plan: MakePlan) -> None:
