@@ -9,6 +9,8 @@ from openrlhf.config.flags import Section, Unused, derived, option, required
 
 DTYPES = ("bf16", "fp16", "fp32")
 EXPERTS = ("eager", "batched_mm", "grouped_mm", "deepgemm")
+# A packed row has a new number of sequences in nearly every micro-batch.
+COMPILES_TOO_OFTEN = "leave it out, because it would compile nearly every micro-batch again"
 
 
 class CheckpointConfig(Section):
@@ -256,9 +258,9 @@ class DeepSpeedConfig(LoadingConfig):
         None, "Data type for gradient accumulation; unset: fp32.", choices=DTYPES
     )
     overlap_comm: bool = option(False, "Overlap gradient reduction with the backward pass.")
-    deepcompile: bool = option(False, "Use DeepSpeed's DeepCompile.", not_yet="leave it out")
+    deepcompile: bool = option(False, "Use DeepSpeed's DeepCompile.", not_yet=COMPILES_TOO_OFTEN)
     torch_compile: bool = option(
-        False, "Compile the model with torch.compile.", not_yet="leave it out"
+        False, "Compile the model with torch.compile.", not_yet=COMPILES_TOO_OFTEN
     )
     tensor_parallel_size: int = option(
         1, "Tensor-parallel size: ranks that each layer is split across.", ge=1
@@ -317,7 +319,9 @@ class LMDeepSpeedConfig(DeepSpeedConfig):
     """DeepSpeed and loading of a language model."""
 
     use_liger_kernel: bool = option(
-        False, "Load the model with Liger's fused kernels.", not_yet="leave it out"
+        False,
+        "Load the model with Liger's fused kernels.",
+        not_yet="logits are computed in chunks without it, so leave it out",
     )
 
 
