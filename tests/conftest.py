@@ -83,3 +83,4 @@ def quick_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def pytest_runtest_setup() -> None:
     machine.cluster_gpus = None  # forget any cluster that the test declared or joined
+    machine.only_plans = False

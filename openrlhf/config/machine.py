@@ -32,6 +32,8 @@ RAY_IDENTITY = re.compile(
 )
 # Number of GPUs in the Ray cluster that this process joined, or in a declared cluster.
 cluster_gpus: int | None = None
+# True if this process only plans a run, which may start later and on another machine.
+only_plans = False
 
 
 @dataclass(frozen=True)

@@ -32,17 +32,23 @@ class SupervisedConfig(OptimizerConfig, Root):
             template = text_of("--data.tokenizer_chat_template", template)
         return {"train.micro_batch_size": micro, "data.tokenizer_chat_template": template}
 
+    @property
+    def _starts_here(self) -> bool:
+        """True if the run has the current number of processes.
+
+        A dry run or a plan without a launcher is for a run that a launcher starts later.
+        """
+        if machine.launched_processes() is None:
+            return not (self.dry_run or machine.only_plans)
+        return True
+
     def notices(self) -> Iterator[str]:
         """Yield notices about this resolved configuration."""
         micro, default = self.train.micro_batch_size, type(self)().train.micro_batch_size
         if micro != default and "train.micro_batch_size" not in self.given:
             yield f"--train.micro_batch_size is {micro}, each rank's share of <train.batch_size>."
-        size = self.ds.ranks_per_slice
-        if size > 1 and machine.launched_processes() is None:
-            yield (
-                "With <ds.ring_attn_size> and <ds.tensor_parallel_size>, start a multiple of "
-                f"{size} processes, for example with torchrun --nproc_per_node {size}."
-            )
+        if not self._starts_here:
+            yield from training_rules.process_violations(self.ds, machine.world_size())
         yield from training_rules.muon_notices(self, self.given)
         yield from training_rules.held_out_notices(self, "data.dataset", "data.dataset_split")
         yield from super().notices()
@@ -57,10 +63,8 @@ class SupervisedConfig(OptimizerConfig, Root):
                 "<data.tokenizer_chat_template> is neither a template, which contains {{ or {%, "
                 "nor a file on this machine."
             )
-        processes = machine.launched_processes()
-        if processes is not None:
-            number = f"The number of processes, {processes},"
-            yield from training_rules.slice_violations(self.ds, processes, what=number)
+        if self._starts_here:
+            yield from training_rules.process_violations(self.ds, machine.world_size())
         ranks, train = self.ds.data_slices(machine.world_size()), self.train
         yield from training_rules.rank_violations(
             train.batch_size,

@@ -10,6 +10,8 @@ from openrlhf.config.optimizer import OptimizerConfig
 from openrlhf.config.rules import is_file
 from openrlhf.config.shared import CheckpointConfig, DeepSpeedConfig, EvalConfig, TrainedModelConfig
 
+BITSANDBYTES = ">=0.50"  # supported versions, those of the extra `qlora`
+
 
 def weight_violations(ds: DeepSpeedConfig) -> Iterator[str]:
     """Yield violations of the rules for adapters, data types and offload."""
@@ -22,11 +24,8 @@ def weight_violations(ds: DeepSpeedConfig) -> Iterator[str]:
         )
     if ds.load_in_4bit and not ds.lora.rank:
         yield ("<ds.load_in_4bit> freezes the model's weights: train adapters with --ds.lora.rank.")
-    if ds.load_in_4bit and not machine.installed("bitsandbytes"):
-        yield (
-            "<ds.load_in_4bit> needs the package bitsandbytes, which is not installed: "
-            "pip install bitsandbytes, or leave it out."
-        )
+    if ds.load_in_4bit:
+        yield from bitsandbytes_violations("ds.load_in_4bit", otherwise="leave it out")
     if ds.param_dtype == "fp16":
         yield "<ds.param_dtype> is not available yet: use bf16."
     if ds.adam_offload and ds.zero_stage == 0:
@@ -47,10 +46,30 @@ def slice_violations(ds: DeepSpeedConfig, processes: int, *, what: str) -> Itera
     """
     size = ds.ranks_per_slice
     if processes % size:
+        yield f"{what} {_not_a_multiple(ds)}: change one of these numbers."
+
+
+def process_violations(ds: DeepSpeedConfig, processes: int) -> Iterator[str]:
+    """Yield a violation if launched processes cannot share sequences and layers evenly."""
+    size = ds.ranks_per_slice
+    if processes % size:
         yield (
-            f"{what} is not a multiple of the {size} ranks that work on the same rows "
-            "(<ds.ring_attn_size> x <ds.tensor_parallel_size>): change one of these numbers."
+            f"The number of processes, {processes}, {_not_a_multiple(ds)}: start a multiple of "
+            f"{size} processes, for example with torchrun --nproc_per_node {size}."
         )
+
+
+def _not_a_multiple(ds: DeepSpeedConfig) -> str:
+    """Name the flags that let several ranks work on the same rows."""
+    flags: list[str] = []
+    if ds.ring_attn_size > 1:
+        flags.append(f"--ds.ring_attn_size {ds.ring_attn_size}")
+    if ds.tensor_parallel_size > 1:
+        flags.append(f"--ds.tensor_parallel_size {ds.tensor_parallel_size}")
+    return (
+        f"is not a multiple of the {ds.ranks_per_slice} ranks that work on the same rows "
+        f"({' x '.join(flags)})"
+    )
 
 
 def partition_violations(ds: DeepSpeedConfig, ranks: int, *, what: str) -> Iterator[str]:
@@ -83,11 +102,30 @@ def optimizer_violations(
             f"<{section}optim>: --ds.use_universal_ckpt converts only the state of adam. Resume "
             "with the same number of processes and leave it out."
         )
-    if optimizer.optim == "adam_8bit" and not machine.installed("bitsandbytes"):
-        yield (
-            f"<{section}optim> needs the package bitsandbytes, which is not installed: "
-            "pip install bitsandbytes, or use adam."
-        )
+    if optimizer.optim == "adam_8bit":
+        yield from bitsandbytes_violations(f"{section}optim", otherwise="use adam")
+
+
+def bitsandbytes_violations(flag: str, *, otherwise: str) -> Iterator[str]:
+    """Yield a violation if this machine has no supported version of bitsandbytes for a flag.
+
+    `otherwise` describes what to do without the package. A plan does not need the package.
+    """
+    from packaging.specifiers import SpecifierSet  # needed only with these flags
+
+    if machine.only_plans:
+        return
+    package = machine.installed("bitsandbytes")
+    if package is None:
+        found = "which is not installed"
+    elif SpecifierSet(BITSANDBYTES).contains(package.version, prereleases=True):
+        return
+    else:
+        found = f"but {package.version} is installed"
+    yield (
+        f"<{flag}> needs the package bitsandbytes {BITSANDBYTES}, {found}: pip install -e "
+        f"'.[qlora]' in the checkout of this project, or {otherwise}."
+    )
 
 
 def muon_notices(

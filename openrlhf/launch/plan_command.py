@@ -56,6 +56,7 @@ def planned_config(command: str, words: Sequence[str], cluster: Cluster) -> Any:
     Raises ConfigError for mistakes in flags that the user set. Requirements that do not affect
     memory, such as data and rewards, may be missing; a notice lists them.
     """
+    machine.only_plans = True
     machine.cluster_gpus = 0
     if cluster.on_gpus:
         machine.cluster_gpus = cluster.devices

@@ -5,6 +5,7 @@ Pure functions that need no process group or device.
 
 from dataclasses import dataclass
 
+from openrlhf.config import training_rules
 from openrlhf.config.flags import UserError
 from openrlhf.config.shared import DeepSpeedConfig
 
@@ -32,11 +33,7 @@ class RankLayout:
         """
         layout = cls(dp=ds.data_slices(processes), sp=ds.ring_attn_size, tp=ds.tensor_parallel_size)
         if layout.world_size != processes:
-            raise UserError(
-                f"{processes} process(es) cannot be divided by --ds.ring_attn_size {layout.sp} x "
-                f"--ds.tensor_parallel_size {layout.tp}. Start a multiple of "
-                f"{layout.ranks_per_slice} processes."
-            )
+            raise UserError(*training_rules.process_violations(ds, processes))
         return layout
 
     @property

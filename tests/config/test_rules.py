@@ -6,14 +6,15 @@ import ast
 import os
 import re
 import sys
+import tomllib
 from dataclasses import dataclass
 from pathlib import Path
-from types import FrameType
+from types import FrameType, SimpleNamespace
 from typing import Any
 
 import pytest
 
-from openrlhf.config import machine, sampling_rules
+from openrlhf.config import machine, sampling_rules, training_rules
 from openrlhf.config.flags import amend, flags_of, spelled_out, value_violations
 from openrlhf.config.options import ConfigError, parse_config
 from openrlhf.config.pipeline import PipelineConfig
@@ -383,7 +384,9 @@ WHOLE_LINES: list[tuple[str, str, str]] = [
     (RL, "", "Each iteration: 1024 prompts x 1 = 1024 samples"),
     (RL, "--train.dynamic_batch_enable",
      "--train.dynamic_batch_enable turns on --ds.packing_samples"),
-    (SFT, "--ds.ring_attn_size 2 --ds.tensor_parallel_size 3", "start a multiple of 6 processes"),
+    (SFT, "--ds.ring_attn_size 2 --ds.tensor_parallel_size 3",
+     "the 6 ranks that work on the same rows (--ds.ring_attn_size 2 x --ds.tensor_parallel_size "
+     "3): start a multiple of 6 processes"),
     (RL, "--actor.eps_clip 0.1 --actor.eps_clip_low_high 0.2 0.2",
      "--actor.eps_clip has no effect with"),
     (RL, "--actor.policy_loss_type gspo",
@@ -634,8 +637,47 @@ def test_launched_processes_must_be_a_multiple_of_the_ranks_that_share_rows(
     monkeypatch.setenv("WORLD_SIZE", "4")
     parse(SFT, f"{flag} 2")
     (sentence,) = violations(SFT, f"{flag} 3")
-    assert f"{flag} 3" in sentence
-    assert "4" in sentence
+    assert "number of processes, 4, is not a multiple of the 3 ranks" in sentence
+    assert named_flags(sentence) == [f"{flag} 3"]
+
+
+def named_flags(sentence: str) -> list[str]:
+    """Return the parallelism flags in a sentence, with their values."""
+    return re.findall(r"--ds\.(?:ring_attn|tensor_parallel)_size \d+", sentence)
+
+
+def test_ranks_that_share_rows_need_a_launcher_except_in_a_dry_run_or_a_plan(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.delenv("WORLD_SIZE", raising=False)
+    (sentence,) = violations(SFT, "--ds.ring_attn_size 2")
+    assert "torchrun --nproc_per_node 2" in sentence
+    assert named_flags(sentence) == ["--ds.ring_attn_size 2"]
+    config = parse(SFT, "--ds.ring_attn_size 2 --dry_run")
+    assert sentence in config.notices()
+    monkeypatch.setattr(machine, "only_plans", True)
+    parse(SFT, "--ds.ring_attn_size 2")
+
+
+@pytest.mark.parametrize("flags", ["--optim adam_8bit", "--ds.load_in_4bit --ds.lora.rank 8"])
+def test_outdated_bitsandbytes_is_refused_except_in_a_plan(
+    flags: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    package = SimpleNamespace(version="0.50.0")
+    monkeypatch.setattr(machine, "installed", lambda name: package)
+    parse(SFT, flags)
+    package.version = "0.49.2"
+    (sentence,) = violations(SFT, flags)
+    assert flags.split(" --")[0] in sentence
+    assert "bitsandbytes >=0.50, but 0.49.2" in sentence and "'.[qlora]'" in sentence
+    monkeypatch.setattr(machine, "only_plans", True)
+    parse(SFT, flags)
+
+
+def test_supported_bitsandbytes_versions_are_those_of_the_extra() -> None:
+    project = tomllib.loads(Path("pyproject.toml").read_text(encoding="utf-8"))["project"]
+    extra = f"bitsandbytes{training_rules.BITSANDBYTES}"
+    assert project["optional-dependencies"]["qlora"] == [extra]
 
 
 @pytest.mark.parametrize("command", [SFT, "train_dpo", RL])

@@ -64,7 +64,7 @@ SUPPORTED = [
      "--eval.dataset e --eval.steps 5 --eval.patience 3 --ckpt.best_metric_key eval_gsm8k_pass4"),
     ("train_sft", "--logger.tensorboard_dir t --logger.wandb.key k --run.json --dry_run"),
     ("train_sft", "--model.aux_loss_coef 0.01 --model.gradient_checkpointing_enable"),
-    ("train_sft", "--ds.ring_attn_size 2 --ds.tensor_parallel_size 2"),
+    ("train_sft", "--ds.ring_attn_size 2 --ds.tensor_parallel_size 2 --dry_run"),
     ("train_rm", "--model.aux_loss_coef 0.01"),
     *[
         (command,

@@ -23,10 +23,12 @@ from collections.abc import Callable
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
+from unittest.mock import patch
 
 import torch
 from transformers import AutoModelForCausalLM
 
+from openrlhf.config import machine as config_machine
 from openrlhf.config.flags import flags_in
 from openrlhf.config.machine import installed
 from openrlhf.config.options import parse_config
@@ -97,7 +99,8 @@ def configurations(folder: Path) -> dict[str, dict[str, Any]]:
     resolved = {}
     for line in launch_lines():
         command, *arguments = shlex.split(line)
-        config = parse_config(flags_of_command[command], arguments, command=command)
+        with patch.object(config_machine, "only_plans", True):  # clusters run these lines
+            config = parse_config(flags_of_command[command], arguments, command=command)
         values = {
             flag.path: value for flag, value in flags_in(config) if flag.path not in TIMED_FLAGS
         }

@@ -30,6 +30,7 @@ def undo_globals(monkeypatch: pytest.MonkeyPatch) -> None:
     """
     monkeypatch.setattr("openrlhf.cli.common.leave", lambda status: None)
     monkeypatch.setattr(machine, "cluster_gpus", None)
+    monkeypatch.setattr(machine, "only_plans", False)
     monkeypatch.setenv("WORLD_SIZE", "1")
 
 
@@ -91,7 +92,10 @@ def test_speed_of_an_rl_step_has_its_phases(
         ("sft --cluster 4x24GB", "--model.model_name_or_path"),
         ("sft --model.model_name_or_path {path} --cluster 4xFOO", "4xFOO"),
         ("sft --model.model_name_or_path {path} --cluster 4x24GB --ds.zero_stage 7", "--ds.zero"),
-        ("sft --model.model_name_or_path {path} --cluster 3x24GB --train.batch_size 8", "3"),
+        (
+            "sft --model.model_name_or_path {path} --cluster 3x24GB --train.batch_size 8",
+            "--train.batch_size 8 is not divisible by the 3 ",
+        ),
         ("sft --model.model_name_or_path ./no-such-folder --cluster 4x24GB", "no-such-folder"),
         (
             "sft --model.model_name_or_path {path} --cluster 3x24GB --ds.ring_attn_size 2",
@@ -118,6 +122,22 @@ def test_mistakes_exit_with_status_2_and_are_named(
         plan_program.main(line.format(path=paths["llama2-7b"]).split())
     assert exit_.value.code == 2
     assert named in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("flags", ["--optim adam_8bit", "--ds.load_in_4bit --ds.lora.rank 8"])
+def test_plan_does_not_need_bitsandbytes(
+    flags: str,
+    paths: dict[str, str],
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    installed = machine.installed
+    monkeypatch.setattr(
+        machine, "installed", lambda name: None if name == "bitsandbytes" else installed(name)
+    )
+    line = f"sft --model.model_name_or_path {paths['llama2-7b']} --cluster 8xH100-80GB {flags}"
+    plan_program.main(line.split())
+    assert "bitsandbytes" not in capsys.readouterr().err
 
 
 def test_run_of_a_small_model_has_a_plan_for_this_machine(tmp_path: Path) -> None:

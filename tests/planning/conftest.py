@@ -30,6 +30,7 @@ def configure(models: dict[str, str], monkeypatch: pytest.MonkeyPatch) -> Config
     The name of a published model in braces becomes its path: {llama2-7b}.
     """
     monkeypatch.setattr(machine, "cluster_gpus", None)
+    monkeypatch.setattr(machine, "only_plans", False)
     monkeypatch.setenv("WORLD_SIZE", "1")
 
     def resolved(line: str, cluster: str) -> Any:

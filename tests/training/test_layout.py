@@ -41,6 +41,6 @@ def test_layout_from_flags_divides_processes_by_sequence_and_tensor_parallel_ran
 def test_layout_from_flags_rejects_an_indivisible_number_of_processes() -> None:
     ds = DeepSpeedConfig(ring_attn_size=2, tensor_parallel_size=2)
     with pytest.raises(
-        UserError, match=r"6 .*--ds\.ring_attn_size 2 .*--ds\.tensor_parallel_size 2"
+        UserError, match=r" 6\b.*--ds\.ring_attn_size 2\b.*--ds\.tensor_parallel_size 2"
     ):
         RankLayout.from_flags(ds, processes=6)
