@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
+from openrlhf.config.algorithm import AdvantageConfig
 from openrlhf.config.choices import CORRECTIONS
 from openrlhf.config.flags import Flag, Section, flags_of, option
 
@@ -93,7 +94,7 @@ def _correction_values(old: Mapping[str, Any], given: Mapping[str, Any]) -> dict
     if band:
         values[THRESHOLD] = band
     if mode == "truncate":  # an upper bound only
-        _, high = band or given.get(THRESHOLD, (0.0, 5.0))
+        _, high = band or given.get(THRESHOLD, AdvantageConfig().is_correction_threshold)
         values[MODE], values[THRESHOLD] = "clip", [0.0, high]
     elif mode:
         values[MODE] = mode

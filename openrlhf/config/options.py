@@ -29,10 +29,10 @@ from openrlhf.config.help import help_text
 from openrlhf.config.legacy import Group, takes_no_value
 from openrlhf.config.legacy_names import ELSEWHERE, NAMES, PARTS, RL_NAMES, RL_PARTS
 from openrlhf.config.legacy_values import (
-    AGGREGATION,
+    ENABLE,
     LEVEL,
-    MODE,
     SUCCESSORS,
+    THRESHOLD,
     combined_flags,
     current_values,
 )
@@ -171,10 +171,13 @@ class Reader:
         now = " ".join(self.flags[path].typed(value) for path, value in values.items())
         if values:
             sentence = f"{names}: now written as {now}."
-        elif self.given.keys() & {LEVEL, MODE, AGGREGATION}:
+        elif current_values(old, {}):
             sentence = f"{names}: no effect, because the current flags are also set."
         else:
-            sentence = f"{names}: no effect. To correct the loss, set --{LEVEL}."
+            sentence = (
+                f"{names}: no effect without --{ENABLE}, which earlier releases required as well. "
+                f"To correct the loss, set --{LEVEL}."
+            )
         self.notices.append(sentence)
 
     def _convert(self, flag: Flag, value: Any, source: str) -> None:
@@ -370,7 +373,10 @@ def changed_flags(before: str, config: Command) -> list[str]:
     combined = combined_flags(flags)
     old = dict(leaves(cast("dict[Any, Any]", earlier), {**flags, **combined}, ""))
     if before_combined := {path: old.pop(path) for path in combined if path in old}:
-        old |= {LEVEL: "off"} | current_values(before_combined, {})
+        current: dict[str, Any] = {}
+        if THRESHOLD in old:
+            current[THRESHOLD] = old[THRESHOLD]
+        old |= {LEVEL: "off"} | current_values(before_combined, current)
     changed: list[str] = []
     for path, value in leaves(yaml.safe_load(dump_yaml(config)), flags, ""):
         is_free = flags[path].writes or any(fnmatch(path, pattern) for pattern in FREE_TO_CHANGE)

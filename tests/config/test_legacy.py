@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 
 from openrlhf.config import legacy
+from openrlhf.config.choices import CORRECTIONS
 from openrlhf.config.flags import flags_of, value_at
 from openrlhf.config.legacy_values import combined_flags
 from openrlhf.config.options import ConfigError, changed_flags, parse_config
@@ -244,6 +245,30 @@ def test_resumed_run_with_an_old_correction_reports_no_change(tmp_path: Path) ->
     (level, threshold) = changed_flags(off, config)
     assert level == "--algo.advantage.is_correction_level seq (before: off)"
     assert threshold.startswith("--algo.advantage.is_correction_threshold")
+
+
+def test_resumed_run_with_a_truncating_preset_keeps_its_threshold(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setitem(CORRECTIONS, "own", ("token", "truncate"))
+    flags = "--algo.advantage.is_correction_enable --algo.advantage.is_correction_type own"
+    config = ppo(f"{flags} --algo.advantage.is_correction_threshold 0.5 3")
+    before = (
+        "algo:\n  advantage: {is_correction_enable: true, is_correction_type: own, "
+        "is_correction_threshold: [0.5, 3.0]}\n"
+    )
+    assert changed_flags(before, config) == []
+    [changed] = changed_flags(before.replace("3.0", "4.0"), config)
+    assert changed.startswith("--algo.advantage.is_correction_threshold [0.0, 3.0]")
+    assert "4.0" in changed
+
+
+def test_preset_without_its_switch_has_no_effect_next_to_a_current_mode() -> None:
+    line = "--algo.advantage.is_correction_type tis --algo.advantage.is_correction_mode mask"
+    given, (notice,) = read_flags(PPOConfig, line.split(), command="train_ppo_ray")
+    assert given == {"algo.advantage.is_correction_mode": "mask"}
+    assert "--algo.advantage.is_correction_enable" in notice
+    assert "--algo.advantage.is_correction_level" in notice
 
 
 def test_level_off_in_a_file_is_text_and_not_a_boolean(tmp_path: Path) -> None:
