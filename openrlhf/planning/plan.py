@@ -15,7 +15,6 @@ from openrlhf.planning.roles import Hosts
 from openrlhf.planning.usage import Instant, Usage, gib
 
 FILLED = 0.98  # the share of a device's memory that a plan may use; the driver needs the rest
-ERROR = 0.05  # the share of the prediction that must remain free, because it may be too low
 # Instants at which all models of a process are in the same state.
 AT_REST = (Instant.IDLE, Instant.GENERATE)
 
@@ -63,6 +62,7 @@ class Pool:
     capacity: int  # bytes
     count: int  # devices of this kind
     processes: tuple[Process, ...]
+    constants: Constants
     problems: tuple[str, ...] = ()  # reasons why the run cannot start, regardless of the total
     host_bytes: int = 0  # CPU memory per machine, for offloaded state
 
@@ -88,11 +88,15 @@ class Pool:
         """The number of spare bytes at the peak; negative if the memory is too small.
 
         Part of the memory is reserved for prediction errors, except in the KV cache, whose size is
-        set.
+        set, and in a running engine's share of a GPU: vLLM fills what its weights leave free.
         """
-        peak = self.at(self.peak).values()
-        predicted = sum(usage.total - usage.kv_cache for usage in peak)
-        return int(self.capacity * FILLED - ERROR * predicted) - self.total(self.peak)
+        predicted = 0
+        for usage in self.at(self.peak).values():
+            predicted += usage.total - usage.kv_cache
+            if usage.kv_cache and self.constants.device == "cuda":
+                predicted -= usage.weights
+        reserved = self.constants.reserve * predicted
+        return int(self.capacity * FILLED - reserved) - self.total(self.peak)
 
     @property
     def fits(self) -> bool:
@@ -223,6 +227,7 @@ def _device_pool(group: Hosts, cluster: Cluster, constants: Constants) -> Pool:
         capacity=cluster.device_bytes,
         count=group.devices,
         processes=tuple(processes),
+        constants=constants,
         problems=tuple(problems),
         host_bytes=host * min(group.devices, cluster.per_node),
     )
@@ -247,4 +252,5 @@ def _machine_pool(groups: list[Hosts], cluster: Cluster, constants: Constants) -
         capacity=cluster.device_bytes,
         count=1,
         processes=tuple(processes),
+        constants=constants,
     )

@@ -249,9 +249,10 @@ def shape_from_headers(
         stacked[together] = (count, *sizes)
     heads = [weight for weight in stacked if HEADS.fullmatch(weight)]
     outputs = stacked[heads[0]][0] if heads else 0
-    numbers = _sizes(text, Family(expert_width="moe_intermediate_size"), name)
     experts = [sizes for weight, sizes in stacked.items() if ".experts." in weight]
-    numbers["experts"] = experts[0][0] if experts else 0
+    count = experts[0][0] if experts else 0
+    family = Family(expert_width="moe_intermediate_size")
+    numbers = _sizes(text, family, name, experts=count)
     layers = numbers["layers"]
     return ModelShape(
         name=name,
@@ -273,8 +274,13 @@ def _stored_width(config: Mapping[str, Any]) -> int:
     return 2 if "bfloat16" in named or "float16" in named else 4
 
 
-def _sizes(text: Mapping[str, Any], family: Family, name: str) -> dict[str, int]:
-    """Read the sizes of a ModelShape from config.json. Raises PlanError if one is missing."""
+def _sizes(
+    text: Mapping[str, Any], family: Family, name: str, *, experts: int = 0
+) -> dict[str, int]:
+    """Read the sizes of a ModelShape from config.json. Raises PlanError if one is missing.
+
+    `experts` is the number of experts if it is known from the weights.
+    """
     try:
         hidden = int(text["hidden_size"])
         heads = int(text["num_attention_heads"])
@@ -285,7 +291,6 @@ def _sizes(text: Mapping[str, Any], family: Family, name: str) -> dict[str, int]
             f"{name or 'config.json'} has no usable {error}: a plan needs hidden_size, "
             "num_attention_heads, num_hidden_layers and vocab_size."
         ) from error
-    experts = 0
     if family.mixture:  # files of Transformers 4 and 5 use different keys
         experts = int(text.get("num_experts") or text.get("num_local_experts") or 0)
     dense = int(text.get("intermediate_size") or 4 * hidden)

@@ -134,7 +134,12 @@ def test_unknown_architecture_is_read_from_the_headers_of_its_files(tmp_path: Pa
 
 
 def test_experts_in_files_are_stacked_as_in_memory() -> None:
-    config = {**SMALL, "model_type": "unknown", "num_experts_per_tok": 2}
+    config = {
+        **SMALL,
+        "model_type": "unknown",
+        "num_experts_per_tok": 2,
+        "moe_intermediate_size": 48,
+    }
     headers = {"model.embed_tokens.weight": (128, 64), "lm_head.weight": (128, 64)}
     for expert in range(4):
         headers[f"model.layers.0.mlp.experts.{expert}.up_proj.weight"] = (48, 64)
@@ -142,6 +147,7 @@ def test_experts_in_files_are_stacked_as_in_memory() -> None:
     stacked = [weight.shape for weight in shape.weights if weight.is_expert]
     assert stacked == [(4, 48, 64)]
     assert shape.experts == 4
+    assert shape.intermediate == 48
 
 
 def test_unknown_architecture_without_files_is_rejected_with_the_known_ones() -> None:
