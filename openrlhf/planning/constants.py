@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-MIB = 2**20
+from openrlhf.planning.usage import MIB
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -19,13 +19,11 @@ class Constants:
     role_bytes: int = 0  # the first model of a process, in addition to its tensors
     rounded_bytes: int = 0  # a process with bfloat16 models: oneDNN's compiled kernels
     sharded_bytes: int = 0  # a trained model under ZeRO 3: DeepSpeed's buffers
-    fixed_step_bytes: int = 0  # a training pass, in addition to its tensors
     activation_factor: float = 1.0  # applied to activations that are saved for the backward pass
     transient_factor: float = 1.0  # applied to the temporary tensors of one layer
     logits_factor: float = 1.0  # applied to one chunk of logits and its temporary tensors
     allocator_factor: float = 1.0  # applied to all activations and logits, for fragmentation
     engine_bytes: int = 0  # an engine, in addition to its weights and KV cache
-    cache_factor: float = 1.0  # applied to an engine's KV cache
 
 
 CPU = Constants(

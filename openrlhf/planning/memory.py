@@ -12,27 +12,20 @@ from dataclasses import dataclass, replace
 from functools import cached_property
 
 from openrlhf.planning.activations import PassBytes, input_bytes, pass_bytes
-from openrlhf.planning.constants import MIB, Constants
-from openrlhf.planning.roles import DTYPE_BYTES, EngineRole, ModelRole, Pass
-from openrlhf.planning.shapes import Weight
-from openrlhf.planning.usage import Instant, Usage
+from openrlhf.planning.constants import Constants
+from openrlhf.planning.roles import DTYPE_BYTES, ModelRole, Pass
+from openrlhf.planning.trained import adapter_size, local_size, moment_width, trained_weights
+from openrlhf.planning.usage import MIB, Instant, Usage
 
 BUCKET_BYTES = {"cpu": 64 * MIB, "cuda": 256 * MIB}  # `workers.base.BUCKET_BYTES`
 REDUCE_BUCKET = 500_000_000  # DeepSpeed's reduce_bucket_size, in elements
 LIVE_PARAMETERS = 1_000_000_000  # DeepSpeed's stage3_max_reuse_distance, in elements
 SUB_GROUP = 1_000_000_000  # DeepSpeed's sub_group_size, in elements
 PERSISTENT_WIDTH = 10  # ZeRO 3 does not shard weights of fewer than 10 · h elements
-PREFETCHED_SQUARE = 0.9  # ZeRO 3 prefetches 0.9 · h² elements
 PROOF = Pass(tokens=34, longest=17, scored=26)  # `models.proof` scores two short sequences
 SAMPLED_WEIGHTS = 4_000_000  # `training.masters.MAX_SAMPLED_WEIGHTS`
 # NF4 with double quantization: 4 bits, one byte per 64 weights, one float32 per 64 · 256 weights.
 NF4_BYTES = 0.5 + 1 / 64 + 4 / (64 * 256)
-ROW_SPLIT = ("o_proj", "down_proj")  # tensor parallelism splits these along their inputs
-# Optimizer state per trained weight, by --optim; other optimizers are counted like Adam.
-MOMENT_BYTES = {"adam": 8, "muon": 4}
-# With adam_8bit: two moments of one byte each, with a float32 scale for each block of 256 moments.
-BYTES_OF_8BIT_MOMENTS = 2 * (1 + 4 / 256)
-MIN_8BIT_SIZE = 4096  # `training.optimizers.MIN_8BIT_SIZE`
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -56,15 +49,7 @@ class RoleMemory:
     @cached_property
     def trained(self) -> int:
         """The number of trained weights on this rank, before ZeRO."""
-        role = self.role
-        if not role.trained:
-            return 0
-        if not role.lora_rank:
-            return sum(map(self._local, role.shape.weights))
-        adapters = sum(map(self._adapter, role.shape.weights))
-        if role.shape.scalar:
-            adapters += role.shape.hidden
-        return adapters
+        return trained_weights(self.role)
 
     @cached_property
     def owned(self) -> int:
@@ -80,7 +65,7 @@ class RoleMemory:
         total = 0.0
         for weight in role.shape.weights:
             width = NF4_BYTES if role.load_in_4bit and weight.is_linear else role.width
-            total += width * self._local(weight)
+            total += width * local_size(role, weight)
         if role.lora_rank:
             total += role.width * self.trained
         return round(total)
@@ -123,34 +108,6 @@ class RoleMemory:
         """
         return min(self.gathered_bytes, self.role.width * self.role.shape.largest_weight)
 
-    def _local(self, weight: Weight) -> int:
-        """Return the number of elements of a weight on this rank after tensor parallelism."""
-        is_split = weight.is_linear and (
-            not self.role.shape.experts or ".self_attn." in weight.name
-        )
-        return weight.numel // self.role.tp if is_split else weight.numel
-
-    def _adapter(self, weight: Weight) -> int:
-        """Return the number of elements of a weight's adapter on this rank."""
-        return sum(self._adapter_sizes(weight, self.role.tp))
-
-    def _adapter_sizes(self, weight: Weight, tp: int) -> tuple[int, ...]:
-        """Return the number of elements of each part of a weight's adapter on one of `tp` ranks."""
-        role = self.role
-        if not weight.is_linear or not self._is_adapted(weight):
-            return ()
-        outputs, inputs = weight.shape
-        if weight.module in ROW_SPLIT:
-            inputs //= tp
-        else:
-            outputs //= tp
-        magnitudes = weight.shape[0] if role.dora else 0
-        return (role.lora_rank * outputs, role.lora_rank * inputs, magnitudes)
-
-    def _is_adapted(self, weight: Weight) -> bool:
-        modules = self.role.lora_modules
-        return modules == ("all-linear",) or weight.module in modules
-
     @cached_property
     def optimizer_bytes(self) -> int:
         """The size of moments and float32 master weights, on the device or not, in bytes."""
@@ -163,34 +120,7 @@ class RoleMemory:
     @cached_property
     def moment_bytes(self) -> int:
         """The bytes of the optimizer's moments, wherever they are."""
-        role = self.role
-        if role.optimizer != "adam_8bit":
-            return MOMENT_BYTES.get(role.optimizer, 8) * self.owned
-        share = self._rounded / self.trained
-        per_weight = share * BYTES_OF_8BIT_MOMENTS + (1 - share) * MOMENT_BYTES["adam"]
-        return round(per_weight * self.owned)
-
-    @cached_property
-    def _rounded(self) -> int:
-        """The number of trained weights on this rank with 8-bit moments if adam_8bit trains them.
-
-        Weights with few elements, embeddings and vectors have 32-bit moments. The sizes before
-        tensor parallelism decide.
-        """
-        rounded = 0
-        for weight in self.role.shape.weights:
-            if self.role.lora_rank:
-                whole = self._adapter_sizes(weight, 1)
-                local = self._adapter_sizes(weight, self.role.tp)
-                for size, part in zip(whole, local, strict=True):
-                    rounded += part if size >= MIN_8BIT_SIZE else 0
-            elif (
-                weight.numel >= MIN_8BIT_SIZE
-                and len(weight.shape) > 1
-                and "embed" not in weight.name
-            ):
-                rounded += self._local(weight)
-        return rounded
+        return round(moment_width(self.role) * self.owned)
 
     @property
     def _has_bf16_optimizer(self) -> bool:
@@ -264,9 +194,13 @@ class RoleMemory:
         return min(self.trained, REDUCE_BUCKET)
 
     def _largest_trained(self) -> int:
-        if self.role.lora_rank:
-            return max(map(self._adapter, self.role.shape.weights), default=0)
-        return max(map(self._local, self.role.shape.weights))
+        sizes: list[int] = []
+        for weight in self.role.shape.weights:
+            if self.role.lora_rank:
+                sizes.append(adapter_size(self.role, weight))
+            else:
+                sizes.append(local_size(self.role, weight))
+        return max(sizes, default=0)
 
     @property
     def on_host(self) -> tuple[int, int]:
@@ -278,10 +212,11 @@ class RoleMemory:
             state += self.optimizer_bytes
         if role.ema:
             # Under ZeRO 3, each rank averages its own part; otherwise, rank 0 averages all weights.
-            # On GPUs, the CPU memory of the ranks is added up, so each rank is charged for one
-            # part.
-            divides = role.sharded or self.constants.device == "cuda"
-            state += 4 * self.trained // (role.ranks if divides else 1)
+            # On GPUs, `machine_bytes` adds its average once.
+            if role.sharded:
+                state += 4 * self.trained // role.ranks
+            elif self.constants.device == "cpu":
+                state += 4 * self.trained
         return weights, state
 
     def idle(self, *, awake: bool) -> Usage:
@@ -396,7 +331,6 @@ class RoleMemory:
         sizes = pass_bytes(self.role, batch, self.constants)
         gradients = self.gradients
         fixed = self.idle(awake=True) + Usage(
-            framework=self.constants.fixed_step_bytes,
             logits=self.role.teacher_bytes,
             weights=self._gathered_in_training,
         )
@@ -409,7 +343,6 @@ class RoleMemory:
         backward = fixed + _backward(sizes, earlier=earlier, summed=summed)
         step = self.idle(awake=True) + Usage(
             gradients=gradients.kept - gradients.idle + gradients.step,
-            framework=self.constants.fixed_step_bytes,
             optimizer=self._sampled_bytes(),
         )
         return {Instant.FORWARD: forward, Instant.BACKWARD: backward, Instant.STEP: step}
@@ -509,38 +442,13 @@ def predict_host(role: ModelRole, constants: Constants) -> dict[Instant, Usage]:
     return {instant: usage[instant] if instant in awake else asleep for instant in Instant}
 
 
-def cache_bytes_per_token(engine: EngineRole) -> float:
-    """Return the size of a token's keys and values on one device of an engine, in bytes."""
-    shape = engine.shape
-    return 2 * shape.layers * shape.keys * DTYPE_BYTES[engine.dtype] / engine.devices
+def machine_bytes(role: ModelRole, constants: Constants, ranks: int) -> int:
+    """Return the CPU memory that a role on GPUs occupies on the machine of its rank 0, in bytes.
 
-
-def smallest_engine(engine: EngineRole, constants: Constants) -> int:
-    """Return how many bytes an engine needs on a device to serve one sequence of `max_len`."""
-    weights = engine.width * engine.shape.parameters / engine.devices
-    cache = cache_bytes_per_token(engine) * engine.max_len * constants.cache_factor
-    return round(weights + cache + constants.engine_bytes)
-
-
-def predict_engine(
-    engine: EngineRole, constants: Constants, device_bytes: int
-) -> dict[Instant, Usage]:
-    """Return the peak of an engine on one of its devices, by instant.
-
-    vLLM fills its share of a GPU with KV cache. An engine with sleep mode is already asleep when
-    the models on its devices are loaded.
+    `ranks` is the number of the role's ranks on this machine.
     """
-    weights = round(engine.width * engine.shape.parameters / engine.devices)
-    cache = round(engine.cache_bytes * constants.cache_factor)
-    if engine.memory_share is not None:
-        room = engine.memory_share * device_bytes
-        cache = max(0, round(room) - weights - constants.engine_bytes)
-    fixed = Usage(framework=constants.engine_process_bytes)
-    loaded = fixed + Usage(weights=weights, framework=constants.engine_bytes)
-    awake = loaded + Usage(kv_cache=cache)
-    resting = fixed if engine.sleeps else awake
-    usage = dict.fromkeys(Instant, resting)
-    usage[Instant.GENERATE] = awake
-    receiving = loaded if engine.sleeps else awake
-    usage[Instant.PUBLISH] = receiving + Usage(publication=engine.bucket_bytes)
-    return usage
+    of_rank = max(usage.total for usage in predict_host(role, constants).values())
+    average = 0
+    if role.ema and not role.sharded:  # rank 0 averages all weights
+        average = 4 * trained_weights(replace(role, tp=1))
+    return ranks * of_rank + average

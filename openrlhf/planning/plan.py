@@ -9,7 +9,8 @@ from typing import Any
 from openrlhf.config.supervised import SupervisedConfig
 from openrlhf.planning.cluster import Cluster
 from openrlhf.planning.constants import Constants, constants_for
-from openrlhf.planning.memory import predict_engine, predict_host, predict_role, smallest_engine
+from openrlhf.planning.engines import predict_engine, smallest_engine
+from openrlhf.planning.memory import machine_bytes, predict_role
 from openrlhf.planning.offline_roles import offline_roles
 from openrlhf.planning.roles import Hosts
 from openrlhf.planning.usage import Instant, Usage, gib
@@ -160,7 +161,10 @@ def make_plan(config: Any, cluster: Cluster) -> Plan:
     """
     device = "cuda" if cluster.on_gpus else "cpu"
     constants = constants_for(device)
-    groups = hosts_of(config, ranks=cluster.devices, on_gpus=cluster.on_gpus)
+    ranks = cluster.devices
+    if not cluster.on_gpus:  # a machine can run as many processes as share a sequence
+        ranks = max(ranks, config.ds.ranks_per_slice)
+    groups = hosts_of(config, ranks=ranks, on_gpus=cluster.on_gpus)
     if cluster.on_gpus:
         pools = [_device_pool(group, cluster, constants) for group in groups]
     else:
@@ -172,7 +176,7 @@ def make_plan(config: Any, cluster: Cluster) -> Plan:
 def hosts_of(config: Any, *, ranks: int, on_gpus: bool) -> list[Hosts]:
     """Return the groups of a run's processes. Offline commands run `ranks` processes."""
     if isinstance(config, SupervisedConfig):
-        return [Hosts(name="all", processes=ranks, roles=offline_roles(config, ranks, on_gpus))]
+        return [Hosts(processes=ranks, roles=offline_roles(config, ranks, on_gpus))]
     # Importing the RL flags takes 40 ms, which offline commands should not spend.
     from openrlhf.planning.rl_roles import rl_hosts
 
@@ -217,11 +221,12 @@ def _device_pool(group: Hosts, cluster: Cluster, constants: Constants) -> Pool:
                 f"{engine.max_len} tokens, more than {share:g} of {gib(cluster.device_bytes)} "
                 "(--vllm.gpu_memory_utilization)."
             )
+    on_machine = min(group.devices, cluster.per_node)
     host = 0
     for role in group.roles:
-        host += max(usage.total for usage in predict_host(role, constants).values())
+        host += machine_bytes(role, constants, on_machine)
     if engine and engine.sleeps:
-        host += round(engine.width * engine.shape.parameters / engine.devices)
+        host += on_machine * round(engine.width * engine.shape.parameters / engine.devices)
     return Pool(
         name=", ".join(dict.fromkeys(names)),
         capacity=cluster.device_bytes,
@@ -229,7 +234,7 @@ def _device_pool(group: Hosts, cluster: Cluster, constants: Constants) -> Pool:
         processes=tuple(processes),
         constants=constants,
         problems=tuple(problems),
-        host_bytes=host * min(group.devices, cluster.per_node),
+        host_bytes=host,
     )
 
 

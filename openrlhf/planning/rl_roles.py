@@ -25,14 +25,14 @@ def rl_hosts(config: PPOConfig, *, on_gpus: bool) -> list[Hosts]:
         roles: list[ModelRole] = []
         for role in group.roles:
             roles += _rl_roles(config, role, group.processes, on_gpus)
-        hosts.append(Hosts(name=group.name, processes=group.processes, roles=tuple(roles)))
+        hosts.append(Hosts(processes=group.processes, roles=tuple(roles)))
     if config.rollout.replay_dir:
         return hosts
     engine, engines = _engine(config, on_gpus), config.vllm.num_engines
     if config.hybrid and not config.rollout.only:
         hosts[0] = replace(hosts[0], engine=engine, engines=engines)
     else:
-        hosts.append(Hosts(name="vllm", processes=0, engine=engine, engines=engines))
+        hosts.append(Hosts(processes=0, engine=engine, engines=engines))
     return hosts
 
 
@@ -129,6 +129,7 @@ def _engine(config: PPOConfig, on_gpus: bool) -> EngineRole:
         shape=shape,
         dtype=vllm.dtype,
         devices=vllm.devices,
+        tp=vllm.tensor_parallel_size,
         memory_share=share,
         cache_bytes=cache,
         max_len=config.data.max_len,

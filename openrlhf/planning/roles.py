@@ -93,6 +93,7 @@ class EngineRole:
     shape: ModelShape
     dtype: str = "bf16"
     devices: int = 1  # devices that split the engine's weights and KV cache
+    tp: int = 1  # devices that split each layer
     memory_share: float | None = None  # of a device; None: `cache_bytes` is set (CPU)
     cache_bytes: int = 0
     max_len: int = 2048  # tokens in the longest sequence
@@ -123,7 +124,6 @@ def check_split(flag: str, ranks: int, heads: int, *, what: str) -> None:
 class Hosts:
     """Processes that host the same models, one process per device. `engine` shares the devices."""
 
-    name: str
     processes: int
     roles: tuple[ModelRole, ...] = ()
     engine: EngineRole | None = None

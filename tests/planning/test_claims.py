@@ -6,8 +6,12 @@ import pytest
 
 from openrlhf.planning import advice
 from openrlhf.planning.cluster import parse_cluster
+from openrlhf.planning.engines import cache_bytes_per_token
+from openrlhf.planning.roles import EngineRole
+from openrlhf.planning.shapes import shape_from_config
 from openrlhf.planning.usage import GIB, Instant
 from tests.planning.conftest import Configure, MakePlan
+from tests.planning.models import MODELS
 
 FULL = (
     "--ds.zero_stage 3 --train.micro_batch_size 1 --ds.packing_samples "
@@ -145,3 +149,27 @@ def test_advice_recomputes_all_layers_again(configure: Configure) -> None:
     config = configure(f"{line} {every} --data.max_len {longest}", "8xA100-80GB")
     found = advice.nearest_fit(config, cluster)
     assert found and found.flags == {"model.gradient_checkpointing_every": 1}
+
+
+def test_average_of_all_weights_is_whole_on_one_machine(plan: MakePlan) -> None:
+    line = "sft --model.model_name_or_path {llama2-7b} --ds.zero_stage 2"
+    for cluster in ("8xA100-80GB", "2x8xA100-80GB"):
+        without = plan(line, cluster).pools[0].host_bytes
+        averaged = plan(f"{line} --train.enable_ema", cluster).pools[0].host_bytes
+        assert (averaged - without) / 6.738e9 == pytest.approx(4, rel=0.001)
+
+
+def test_ranks_that_share_a_sequence_are_counted_on_a_cpu(plan: MakePlan) -> None:
+    line = "sft --model.model_name_or_path {llama2-7b} --ds.packing_samples"
+    for flag in ("--ds.tensor_parallel_size 2", "--ds.ring_attn_size 2"):
+        process = plan(f"{line} {flag}", "cpu-64GB").pools[0].processes[0]
+        assert process.count == 2
+
+
+def test_devices_of_an_engine_without_own_heads_have_the_same_cache() -> None:
+    """34B: 8 key-value heads of width 128, and 48 layers."""
+    shape = shape_from_config(MODELS["codellama-34b"])
+    head = 2 * 128 * 2  # bytes of a token's key and value in bfloat16
+    for tp, devices, expected in ((4, 4, 2 * 48), (16, 16, 48), (16, 32, 24)):
+        engine = EngineRole(shape=shape, tp=tp, devices=devices)
+        assert cache_bytes_per_token(engine) == head * expected

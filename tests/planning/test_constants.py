@@ -8,17 +8,19 @@ from __future__ import annotations
 import pytest
 import torch
 from peft import LoraConfig, get_peft_model
+from torch import nn
 from transformers import AutoModelForCausalLM
 
 from openrlhf.algorithms import tensors
 from openrlhf.config.optimizer import OptimizerConfig
-from openrlhf.planning import activations, memory, rl_roles
+from openrlhf.planning import activations, memory, rl_roles, trained
 from openrlhf.planning.constants import CPU
 from openrlhf.planning.memory import RoleMemory
 from openrlhf.planning.roles import ModelRole
 from openrlhf.planning.shapes import shape_from_config
 from openrlhf.rollout import engine_settings
 from openrlhf.training import masters, optimizers
+from openrlhf.training.muon import Muon
 from openrlhf.training.optimizers import make_optimizer
 from openrlhf.workers import base
 from tests.tiny import tiny_config
@@ -28,7 +30,7 @@ def test_sizes_that_the_planner_repeats_equal_those_of_the_product() -> None:
     assert activations.CHUNK_LOGITS == tensors.CHUNK_LOGITS
     assert memory.BUCKET_BYTES == base.BUCKET_BYTES
     assert memory.SAMPLED_WEIGHTS == masters.MAX_SAMPLED_WEIGHTS
-    assert memory.MIN_8BIT_SIZE == optimizers.MIN_8BIT_SIZE
+    assert trained.MIN_8BIT_SIZE == optimizers.MIN_8BIT_SIZE
     assert rl_roles.CPU_CACHE_BYTES == engine_settings.CPU_KV_CACHE_BYTES
 
 
@@ -51,5 +53,42 @@ def test_state_of_8_bit_adam_has_the_predicted_size(lora: int) -> None:
     role = ModelRole(
         name="policy", shape=shape, dtype="fp32", trained=True, optimizer="adam_8bit",
         lora_rank=lora,
+    )  # fmt: skip
+    assert RoleMemory(role, CPU).moment_bytes == stored
+
+
+class WithHead(nn.Module):
+    """A model whose output layer is also in a module named `head`, as in `models.backbone`."""
+
+    def __init__(self, hf: nn.Module, head: nn.Module) -> None:
+        super().__init__()
+        self.hf = hf
+        self.head = nn.ModuleDict({"layer": head})
+
+
+@pytest.mark.parametrize(
+    ("kind", "lora"), [("llama-wide", 0), ("qwen2-tied", 0), ("qwen3", 0), ("llama-wide", 4)]
+)
+def test_state_of_muon_has_the_predicted_size(kind: str, lora: int) -> None:
+    hf = AutoModelForCausalLM.from_config(tiny_config(kind))
+    shape = shape_from_config(hf.config.to_dict())
+    head = hf.get_output_embeddings()
+    if lora:
+        modules = ["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"]
+        hf = get_peft_model(hf, LoraConfig(r=lora, target_modules=modules, use_dora=True))
+    optimizer = make_optimizer(WithHead(hf, head), OptimizerConfig(optim="muon"))
+    assert isinstance(optimizer, Muon)
+    optimizer.attach(optimizer, torch.device("cpu"))
+    for group in optimizer.param_groups:
+        for parameter in group["params"]:
+            parameter.grad = torch.zeros_like(parameter)
+    optimizer.step()
+    stored = 0
+    for state in optimizer.state.values():
+        for name in ("exp_avg", "exp_avg_sq"):
+            stored += state[name].nbytes if name in state else 0
+    role = ModelRole(
+        name="policy", shape=shape, dtype="fp32", trained=True, optimizer="muon",
+        lora_rank=lora, dora=lora > 0,
     )  # fmt: skip
     assert RoleMemory(role, CPU).moment_bytes == stored
