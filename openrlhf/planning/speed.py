@@ -3,9 +3,10 @@
 Compute: a forward pass takes 2 operations per active parameter and token, and 2·L·q·T for causal
 attention over T tokens (q: width of the queries); a backward pass takes twice as much, and gradient
 checkpointing adds a forward pass (Korthikanti et al. 2022, arXiv:2205.05198; Narayanan et al. 2021,
-arXiv:2104.04473). Communication: ZeRO's communication volumes (Rajbhandari et al. 2020,
-arXiv:1910.02054). Generation is limited by memory bandwidth: each token reads the weights and the
-KV cache once (Pope et al. 2022, arXiv:2211.05102).
+arXiv:2104.04473). With adapters, a backward pass takes as much as a forward pass. Communication:
+ZeRO's communication volumes (Rajbhandari et al. 2020, arXiv:1910.02054). Generation is limited by
+memory bandwidth: each token reads the weights and the KV cache once (Pope et al. 2022,
+arXiv:2211.05102).
 """
 
 from __future__ import annotations
@@ -14,7 +15,8 @@ import math
 from dataclasses import dataclass
 
 from openrlhf.planning.cluster import Cluster
-from openrlhf.planning.roles import DTYPE_BYTES, EngineRole, ModelRole
+from openrlhf.planning.engines import cache_bytes_per_token
+from openrlhf.planning.roles import EngineRole, ModelRole
 
 # Training reaches this share of the matrix-product rate in the data sheet. A100s reach 45 to 70 %
 # in published runs (docs/planning.md), and faster devices with similar memory reach less.
@@ -77,7 +79,10 @@ def gather_seconds(size: float, cluster: Cluster, ranks: int) -> float:
 def training_time(role: ModelRole, cluster: Cluster, *, tokens: int, length: int) -> TrainingTime:
     """Return the time of an optimizer step over `tokens` tokens in sequences of `length`."""
     ranks = role.dp * role.sp * role.tp
-    passes = 3 + role.recomputed_layers / role.shape.layers
+    passes = 3
+    if role.lora_rank:
+        passes = 2  # the weights have no gradients
+    passes += role.recomputed_layers / role.shape.layers
     compute = passes * tokens * forward_operations(role, length) / (ranks * rate(cluster))
     weights = role.width * role.shape.parameters / role.tp
     gradients = weights
@@ -133,7 +138,7 @@ def generation_seconds(
     each = math.ceil(samples / engines)
     at_once = min(each, MOST_SEQUENCES)
     rounds = math.ceil(each / at_once)
-    cache = 2 * shape.layers * shape.keys * DTYPE_BYTES[engine.dtype]
+    cache = cache_bytes_per_token(engine) * engine.devices
     context = prompt + answer / 2
     # In a mixture of experts, a large batch uses all experts, so all weights are read.
     read = engine.width * shape.parameters + at_once * context * cache

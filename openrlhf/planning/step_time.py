@@ -5,11 +5,11 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-from openrlhf.config.supervised import SupervisedConfig
+from openrlhf.config.supervised import DPOConfig, ReferencedConfig, SupervisedConfig
 from openrlhf.planning import speed
 from openrlhf.planning.cluster import Cluster
 from openrlhf.planning.plan import hosts_of
-from openrlhf.planning.roles import Hosts, ModelRole
+from openrlhf.planning.roles import Hosts, ModelRole, Pass
 from openrlhf.planning.usage import gib
 
 
@@ -19,8 +19,14 @@ def step_lines(config: Any, cluster: Cluster) -> list[str]:
         return ["--speed needs a cluster of GPUs: a CPU's rates are not known."]
     groups = hosts_of(config, ranks=cluster.devices, on_gpus=True)
     if isinstance(config, SupervisedConfig):
-        tokens = config.train.batch_size * _rows_per_sample(config, groups) * config.data.max_len
+        model = groups[0].roles[0]
+        assert model.training
+        tokens = _batch_tokens(config, model, model.training)
         seconds, lines = _training(groups, cluster, tokens=tokens, updates=1, config=config)
+        scoring = _frozen_seconds(config, groups[0].roles, cluster)
+        if scoring:
+            seconds += scoring
+            lines.append(f"  score: {scoring:.1f} s")
     else:
         seconds, lines = _rl(config, groups, cluster)
         tokens = config.samples * config.data.max_len
@@ -32,13 +38,32 @@ def step_lines(config: Any, cluster: Cluster) -> list[str]:
     return [head, *lines]
 
 
-def _rows_per_sample(config: SupervisedConfig, groups: Sequence[Hosts]) -> int:
-    """Return the number of sequences per sample, which is two for pairs."""
-    model = groups[0].roles[0]
-    assert model.training
+def _batch_tokens(config: SupervisedConfig, model: ModelRole, batch: Pass) -> int:
+    """Return the number of tokens of all passes like `batch` in an optimizer step."""
     of_rank = max(1, config.train.batch_size // model.dp)
     micro = min(config.train.micro_batch_size, of_rank)
-    return max(1, round(model.training.tokens * model.sp / (micro * config.data.max_len)))
+    # sequences per sample, which is two for pairs
+    rows = max(1, round(batch.tokens * model.sp / (micro * config.data.max_len)))
+    return config.train.batch_size * rows * config.data.max_len
+
+
+def _frozen_seconds(
+    config: SupervisedConfig, roles: Sequence[ModelRole], cluster: Cluster
+) -> float:
+    """Return the seconds that the passes of the reference or the teacher take in a step."""
+    frozen = [role for role in roles if not role.trained]
+    if isinstance(config, ReferencedConfig):
+        is_precomputed = isinstance(config, DPOConfig) and config.ref.precompute
+        if is_precomputed or not config.needs_reference:
+            return 0.0
+        if config.reference_is_policy:
+            frozen = list(roles)  # the policy without its adapters
+    seconds = 0.0
+    for role in frozen:
+        assert role.scoring
+        tokens = _batch_tokens(config, role, role.scoring)
+        seconds += speed.scoring_seconds(role, cluster, tokens=tokens, length=config.data.max_len)
+    return seconds
 
 
 def _training(
