@@ -2,7 +2,7 @@
 
 `python -m benchmarks.memory measure` measures every case that `--out` does not have yet, and
 `python -m benchmarks.memory report` writes the page. `measure-gpu` measures its own cases on one
-GPU. `python -m benchmarks.memory fit` prints the
+GPU, and has its own file. `python -m benchmarks.memory fit` prints the
 constants of `openrlhf.planning.constants` that fit the first half of the cases best; the report
 lists the errors of both halves.
 """
@@ -39,14 +39,14 @@ from openrlhf.planning.memory import RoleMemory, predict_role
 from openrlhf.planning.model_files import read_shape
 from openrlhf.planning.roles import ModelRole, Pass
 from openrlhf.planning.shapes import ModelShape
-from openrlhf.planning.usage import Instant, Usage
+from openrlhf.planning.usage import MIB, Instant, Usage
 from tests.tiny import save_reward_model, save_tiny_model
 from tests.verify.record import git
 from tests.verify.results import packages
 
 PAGE = Path("docs/results/memory.md")
 RECORDS = Path("docs/results/memory.jsonl")
-MIB = 2**20
+GPU_RECORDS = Path("runs/memory-gpu.jsonl")  # the page has CPUs only
 # Models by name: architecture and sizes. The number is their number of parameters in millions.
 MODELS: dict[str, tuple[str, dict[str, Any]]] = {
     "tiny": ("llama", {}),
@@ -234,9 +234,20 @@ def measure_gpu_case(case: Case, records: Path, models: Path) -> None:
     begun = time.monotonic()
     record = measure_on_gpu(case, models)
     print(f"{case.name}: {time.monotonic() - begun:.0f} s", flush=True)
-    record["date"] = time.strftime("%Y-%m-%d")
+    add_record(records, record, torch.cuda.get_device_name())
+
+
+def add_record(records: Path, record: Mapping[str, Any], machine: str) -> None:
+    """Append a measurement to a file, with the commit, the date and the machine."""
+    complete = {
+        **record,
+        "commit": git("rev-parse", "--short", "HEAD"),
+        "date": time.strftime("%Y-%m-%d"),
+        "machine": machine,
+    }
+    records.parent.mkdir(parents=True, exist_ok=True)
     with records.open("a", encoding="utf-8") as lines:
-        lines.write(json.dumps(record) + "\n")
+        lines.write(json.dumps(complete) + "\n")
 
 
 def is_fitted(case: Case) -> bool:
@@ -445,12 +456,13 @@ def write_page(rows: list[Row], records: Mapping[Case, dict[str, Any]]) -> None:
     peaks = [peak_of(rows, case) for case in records]
     stateful = [row for row in peaks if row.state > row.measured / 2]
     dates = sorted({record["date"] for record in records.values()})
+    period = dates[0] if len(dates) == 1 else f"{dates[0]} to {dates[-1]}"
     commits = sorted({record["commit"] for record in records.values()})
     machines = sorted({record["machine"] for record in records.values()})
     lines = [
         "# Predicted and measured memory",
         "",
-        f"`python -m benchmarks.memory measure`, then `report`: measured {dates[0]} to {dates[-1]} "
+        f"`python -m benchmarks.memory measure`, then `report`: measured {period} "
         f"at {', '.join(commits)}, {packages()}, {'; '.join(machines)}.",
         "",
         INTRODUCTION,
@@ -498,7 +510,7 @@ def summary(name: str, rows: list[Row]) -> str:
     return f"| {name} | {len(rows)} | {median:.1%} | {ninth:.1%} | {errors[-1]:.1%} | {above} |"
 
 
-def machine() -> str:
+def cpu_machine() -> str:
     """Return the processor and the kernel."""
     processor = re.search(r"model name\s*: (.*)", Path("/proc/cpuinfo").read_text())
     name = processor[1] if processor else platform.processor()
@@ -510,16 +522,24 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("action", choices=("measure", "measure-gpu", "fit", "report"))
     parser.add_argument("--models", type=Path, default=Path("/tmp/memory-models"))
-    parser.add_argument("--records", type=Path, default=RECORDS)
+    parser.add_argument("--records", type=Path, help=f"default: {RECORDS} or {GPU_RECORDS}")
     parser.add_argument("--case", nargs="+", help="Measure only the cases with these names.")
     options = parser.parse_args()
+    on_gpu = options.action == "measure-gpu"
+    if options.records is None:
+        options.records = GPU_RECORDS if on_gpu else RECORDS
+    known = {case.name for case in (gpu_cases() if on_gpu else cases())}
+    unknown = sorted(set(options.case or ()) - known)
+    if unknown:
+        parser.error(f"unknown cases {unknown}: use one of {sorted(known)}")
     records = read_records(options.records)
     if options.action == "fit":
         print(fit(records, options.models))
-    elif options.action == "measure-gpu" and options.case:
-        [case] = [case for case in gpu_cases() if case.name in options.case]
-        measure_gpu_case(case, options.records, options.models)
-    elif options.action == "measure-gpu":
+    elif on_gpu and options.case:
+        for case in gpu_cases():
+            if case.name in options.case:
+                measure_gpu_case(case, options.records, options.models)
+    elif on_gpu:
         measure_gpu(options.records, options.models)
     elif options.action == "report":
         write_page(compare(records, options.models, CPU), records)
@@ -537,13 +557,7 @@ def main() -> None:
             record = measure_case(case, options.models)
             print(f"{case.name}: {time.monotonic() - begun:.0f} s", flush=True)
             if record:
-                record |= {
-                    "commit": git("rev-parse", "--short", "HEAD"),
-                    "date": time.strftime("%Y-%m-%d"),
-                    "machine": machine(),
-                }
-                with options.records.open("a", encoding="utf-8") as lines:
-                    lines.write(json.dumps(record) + "\n")
+                add_record(options.records, record, cpu_machine())
 
 
 if __name__ == "__main__":
