@@ -21,6 +21,7 @@ CHECKS: list[Callable[[], Iterable[Finding]]] = [
     *(partial(software.optional, name) for name in software.OPTIONAL),
     software.ray,
     resources.memory,
+    resources.shared_memory,
     resources.disks,
     resources.limits,
     resources.sandbox,

@@ -35,18 +35,30 @@ def probe(
     """
     command = [sys.executable, "-m", __name__, name, *arguments]
     env = os.environ | (environment or {})
+    printed = ""
     try:
         done = subprocess.run(
             command, env=env, text=True, capture_output=True, check=True, timeout=TIMEOUT_S
         )
-        return json.loads(done.stdout.splitlines()[-1])
+        printed = last_line(done.stdout)
+        return json.loads(printed)
     except subprocess.CalledProcessError as failed:
-        error = str(failed)  # includes the signal that killed the process
+        error = str(failed)  # includes the exit status, or the signal that killed the process
         if failed.returncode > 0:
-            error = failed.stderr.strip().splitlines()[-1]
+            error = last_line(failed.stderr) or error
     except subprocess.TimeoutExpired as late:
         error = str(late)
+    except json.JSONDecodeError:
+        error = f"its process exited with status 0 and printed {printed!r} instead of a result"
     raise ProbeError(Finding(f"{of} does not work: {error}", fix, fails=True))
+
+
+def last_line(text: str) -> str:
+    """Return the last line that is not empty, or "" if there is none."""
+    lines = text.strip().splitlines()
+    if not lines:
+        return ""
+    return lines[-1]
 
 
 def torch_devices() -> tuple[str, list[tuple[str, int, int]]]:

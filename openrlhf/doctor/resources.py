@@ -26,21 +26,30 @@ LIMITS = {
 HUB_TIMEOUT_S = 10.0
 
 
-def memory() -> Iterator[Finding]:
+def memory() -> list[Finding]:
     """Check the free memory within the limits of the container, and count the CPU cores."""
     free = machine.free_memory() / GIB
-    yield verdict(
-        free >= MEMORY_GIB,
-        f"{machine.usable_cores()} CPU cores, {free:.1f} GiB of free memory",
-        f"; the smallest run needs {MEMORY_GIB} GiB.",
-        "End other processes, or raise the container's memory limit (docker run --memory).",
-    )
+    return [
+        verdict(
+            free >= MEMORY_GIB,
+            f"{machine.usable_cores()} CPU cores, {free:.1f} GiB of free memory",
+            f"; the smallest run needs {MEMORY_GIB} GiB.",
+            "End other processes, or raise the container's memory limit (docker run --memory).",
+        )
+    ]
+
+
+def shared_memory() -> list[Finding]:
+    """Check the size of the shared memory, which Ray and NCCL use."""
     needed = max(OBJECT_STORE_GIB, SHM_GIB_PER_GPU * machine.count_gpus())
+    problem = f", but Ray and NCCL need {needed:g} GiB."
+    if not SHM.is_dir():
+        fix = f"Mount it: mount -t tmpfs tmpfs {SHM}"
+        return [Finding(f"{SHM} does not exist{problem}", fix, fails=True)]
     shared = disk_of(SHM).free / GIB
     seen = f"{SHM}: {shared:.2f} GiB are free"
-    problem = f", but Ray and NCCL need {needed:g} GiB."
     fix = "Raise its size (docker run --shm-size 16g or --ipc=host), or remove leftover files."
-    yield verdict(SHM.is_dir() and shared >= needed, seen, problem, fix, fails=True)
+    return [verdict(shared >= needed, seen, problem, fix, fails=True)]
 
 
 def disks() -> Iterator[Finding]:
@@ -65,10 +74,12 @@ def limits() -> Iterator[Finding]:
     """Check the limits on open files and processes."""
     for kind, (name, option, needed) in LIMITS.items():
         _, limit = resource.getrlimit(kind)
+        if limit == resource.RLIM_INFINITY:
+            yield Finding(f"Limit on {name}: none", passes=True)
+            continue
         seen = f"Limit on {name}: {limit}"
         fix = f"Raise it: ulimit {option} {needed}, or in /etc/security/limits.conf."
-        fits = limit == resource.RLIM_INFINITY or limit >= needed
-        yield verdict(fits, seen, f"; Ray needs up to {needed}.", fix)
+        yield verdict(limit >= needed, seen, f"; Ray needs up to {needed}.", fix)
 
 
 def sandbox() -> Iterator[Finding]:

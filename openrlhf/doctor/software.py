@@ -4,6 +4,7 @@ import shutil
 import subprocess
 import sysconfig
 from collections.abc import Iterator
+from importlib.metadata import Distribution
 from pathlib import Path
 
 from openrlhf.checks import Finding
@@ -30,7 +31,9 @@ def torch() -> Iterator[Finding]:
     gpus, driver = machine.count_gpus(), nvidia_driver()
     fix = f"{STACK} The driver must support their CUDA version."
     build, devices = probe("torch", of="torch", fix=fix)
-    seen = f"{build}, driver {driver}"
+    seen = build
+    if driver:
+        seen = f"{build}, driver {driver}"
     problem = f" does not use the {gpus} GPUs of this machine."
     yield verdict(gpus <= len(devices), seen, problem, fix, fails=True)
     for name, free, total in devices:
@@ -63,7 +66,9 @@ def vllm() -> Iterator[Finding]:
 
 def deepspeed() -> Iterator[Finding]:
     """Import DeepSpeed, and look for a compiler for its CPU AdamW and for GPU kernels."""
-    yield from library("deepspeed", "deepspeed", "Reinstall DeepSpeed.")
+    package = machine.installed("deepspeed")
+    if package:  # `packages.requirements` reports a missing DeepSpeed
+        yield from library(package, "deepspeed", "Reinstall DeepSpeed.")
     header = Path(sysconfig.get_path("include"), "Python.h")
     yield verdict(
         bool(shutil.which("g++") and shutil.which("ninja") and header.exists()),
@@ -73,13 +78,9 @@ def deepspeed() -> Iterator[Finding]:
     )
 
 
-def library(name: str, module: str, fix: str, absent: str = "") -> Iterator[Finding]:
-    """Import `module` if the package `name` is installed."""
-    package = machine.installed(name)
-    if package is None:
-        yield Finding(f"{name} is not installed{absent}", passes=True)
-        return
-    seen = f"{name} {package.version}"
+def library(package: Distribution, module: str, fix: str) -> Iterator[Finding]:
+    """Import `module` of an installed package."""
+    seen = f"{package.name} {package.version}"
     probe("import", module, of=seen, fix=fix)
     yield Finding(seen, passes=True)
 
@@ -88,7 +89,11 @@ def optional(name: str) -> Iterator[Finding]:
     """Import an optional package if it is installed."""
     module, flags = OPTIONAL[name]
     only = f"; it is needed only for {flags}"
-    return library(name, module, f"Reinstall it for this torch, or uninstall it{only}.", only)
+    package = machine.installed(name)
+    if package is None:
+        yield Finding(f"{name} is not installed{only}", passes=True)
+        return
+    yield from library(package, module, f"Reinstall it for this torch, or uninstall it{only}.")
 
 
 def ray() -> Iterator[Finding]:

@@ -33,17 +33,26 @@ def returning(value: Any) -> Callable[..., Any]:
 def test_small_shared_memory_is_a_failure(monkeypatch: pytest.MonkeyPatch) -> None:
     disk = Disk(total=64 << 20, free=64 << 20)
     monkeypatch.setattr(resources, "disk_of", returning(disk))
-    _, shared = resources.memory()
+    [shared] = resources.shared_memory()
     assert shared.fails and "0.06 GiB" in shared.seen and "--shm-size" in shared.fix
     monkeypatch.setattr(resources, "disk_of", returning(Disk(total=2 << 30, free=2 << 30)))
-    assert levels(resources.memory())[1] == "pass"
+    assert levels(resources.shared_memory()) == ["pass"]
     monkeypatch.setattr(machine, "count_gpus", returning(8))
-    assert levels(resources.memory())[1] == "failure"  # 8 GiB are needed
+    assert levels(resources.shared_memory()) == ["failure"]  # 8 GiB are needed
+
+
+def test_missing_shared_memory_is_a_failure_without_the_size_of_another_disk(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(resources, "SHM", tmp_path / "shm")
+    [missing] = resources.shared_memory()
+    assert missing.fails and f"{tmp_path / 'shm'} does not exist" in missing.seen
+    assert "are free" not in missing.seen and str(tmp_path / "shm") in missing.fix
 
 
 def test_little_free_memory_is_a_warning(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(machine, "free_memory", returning(3 << 30))
-    assert levels(resources.memory())[0] == "warning"
+    assert levels(resources.memory()) == ["warning"]
 
 
 def test_missing_and_outdated_requirements_are_failures(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -90,7 +99,9 @@ def test_low_limits_are_warnings(monkeypatch: pytest.MonkeyPatch) -> None:
     assert "1024" in processes.seen and "ulimit -u" in processes.fix
     unlimited = (256, resource.RLIM_INFINITY)
     monkeypatch.setattr(resource, "getrlimit", returning(unlimited))
-    assert levels(resources.limits()) == ["pass", "pass"]
+    found = list(resources.limits())
+    assert levels(found) == ["pass", "pass"]
+    assert not any("-1" in finding.seen for finding in found)
 
 
 def test_full_and_read_only_disks_are_warnings(
@@ -123,6 +134,9 @@ def test_missing_protection_of_the_sandbox_is_a_warning(monkeypatch: pytest.Monk
         ("import os, signal; os.kill(os.getpid(), signal.SIGSEGV)", "SIGSEGV"),
         ("raise ImportError('undefined symbol: _ZN3c10')", "undefined symbol"),
         ("import time; time.sleep(60)", "timed out"),
+        ("import os; os._exit(3)", "exit status 3"),
+        ("import os; os._exit(0)", "printed ''"),
+        ("import os; os.write(1, b'no result'); os._exit(0)", "printed 'no result'"),
     ],
 )
 def test_broken_library_is_a_failure_with_its_error(
@@ -132,9 +146,9 @@ def test_broken_library_is_a_failure_with_its_error(
     monkeypatch.setenv("PYTHONPATH", str(tmp_path), prepend=":")
     if "sleep" in code:
         monkeypatch.setattr(probes, "TIMEOUT_S", 1.0)
-    monkeypatch.setattr(machine, "installed", lambda name: packages.Distribution.from_name("ray"))
+    package = packages.Distribution.from_name("ray")
     with pytest.raises(probes.ProbeError) as caught:
-        list(software.library("broken", "broken_library", "Reinstall it."))
+        list(software.library(package, "broken_library", "Reinstall it."))
     assert caught.value.finding.fails and said in caught.value.finding.seen
     assert caught.value.finding.fix == "Reinstall it."
 
@@ -147,6 +161,24 @@ def test_torch_that_does_not_use_the_gpus_is_a_failure(monkeypatch: pytest.Monke
     devices = [("H100", 80 << 30, 80 << 30), ("H100", 10 << 30, 80 << 30)]
     monkeypatch.setattr(software, "probe", returning(("torch 2.13.0, CUDA 13.0", devices)))
     assert levels(software.torch()) == ["pass", "pass", "warning"]
+
+
+def test_driver_is_shown_only_on_machines_with_gpus(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(machine, "count_gpus", returning(0))
+    monkeypatch.setattr(software, "probe", returning(("torch 2.13.0+cpu", [])))
+    monkeypatch.setattr(software, "nvidia_driver", returning(None))
+    assert [finding.seen for finding in software.torch()] == ["torch 2.13.0+cpu"]
+    monkeypatch.setattr(software, "nvidia_driver", returning("580.1"))
+    assert [finding.seen for finding in software.torch()] == ["torch 2.13.0+cpu, driver 580.1"]
+
+
+def test_missing_deepspeed_is_reported_only_as_a_missing_requirement(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(machine, "installed", returning(None))
+    [compiler] = software.deepspeed()
+    assert compiler.seen.startswith("Compiler")
+    assert any("deepspeed" in found.seen and found.fails for found in packages.requirements())
 
 
 def test_cluster_without_the_gpus_of_this_machine_is_a_failure(
