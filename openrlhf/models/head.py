@@ -25,7 +25,7 @@ class OutputHead(nn.Module):
     layer's weights in its own forward pass, so that ZeRO 3 gathers them once per call: the ranks
     may have different numbers of chunks, and a gather per chunk would wait for ranks without that
     chunk. With `precise`, the product is computed in float32 regardless of the weights' dtype,
-    because rewards need more than 8 bits.
+    because rewards need more than 8 bits. Such a head has outputs only.
     """
 
     def __init__(self, layer: Any, *, precise: bool = False) -> None:
@@ -54,9 +54,11 @@ class OutputHead(nn.Module):
         if weights:
             return self._weights()
         if reduce:
+            assert not self.precise, "only outputs are computed in float32"
             return self._reduced(hidden, reduce), None
         if targets is None:
             return self._outputs(hidden), None
+        assert not self.precise, "only outputs are computed in float32"
         if not self._is_plain:
             return self._adapted_scores(hidden, targets, temperature, entropy)
         weight, bias = self.layer.weight, self.layer.bias

@@ -159,6 +159,9 @@ def test_precise_head_of_a_bfloat16_model_computes_in_float32() -> None:
     expected = hidden.double() @ linear.weight.double()[0]
     assert outputs.dtype == torch.float32
     torch.testing.assert_close(outputs.double(), expected, atol=1e-5, rtol=1e-5)
+    for options in ({"reduce": lambda logits, rows: logits}, {"targets": torch.zeros(3).long()}):
+        with pytest.raises(AssertionError, match="float32"):
+            OutputHead(linear, precise=True)(hidden, **options)
 
 
 def test_normalization_subtracts_the_mean_and_divides_by_the_standard_deviation() -> None:
