@@ -120,7 +120,14 @@ class Muon(torch.optim.AdamW):
 
     @torch.no_grad()
     def step(self, closure: Callable[[], float] | None = None) -> float | None:  # pyright: ignore[reportIncompatibleMethodOverride]
-        """Update the parameters in all groups. Collective if DeepSpeed partitions them."""
+        """Update the parameters in all groups. Collective if DeepSpeed partitions them.
+
+        If set, `closure` first computes the gradients, and its loss is returned.
+        """
+        loss = None
+        if closure is not None:
+            with torch.enable_grad():
+                loss = closure()
         groups = self.param_groups
         others: list[dict[str, Any]] = []
         for group in groups:
@@ -132,9 +139,10 @@ class Muon(torch.optim.AdamW):
                     self._update(flat, group)
         self.param_groups = others
         try:
-            return super().step(closure)
+            super().step()
         finally:
             self.param_groups = groups
+        return loss
 
     def _update(self, flat: Tensor, group: dict[str, Any]) -> None:
         """Update the parts of matrices in a flat tensor. Collective."""

@@ -10,6 +10,7 @@ from torch import Tensor
 from transformers import AutoModelForCausalLM
 
 from openrlhf.algorithms.orthogonal import orthogonalized
+from openrlhf.training import muon
 from tests.reference.muon import Muon, newton_schulz
 from tests.reference.supervised import mean_loss
 from tests.training.optimizer_worker import MUON, OPTIMIZER, STEPS, Case, run_all
@@ -84,6 +85,25 @@ def test_orthogonalized_matrix_has_the_iterated_singular_values(shape: tuple[int
 
 def test_orthogonalized_zero_matrix_is_zero() -> None:
     assert not orthogonalized(torch.zeros(3, 4)).any()
+
+
+def test_closure_computes_the_gradients_of_all_groups_before_the_step() -> None:
+    matrix = torch.nn.Parameter(torch.eye(3))
+    bias = torch.nn.Parameter(torch.ones(3))
+    settings = {"is_muon": True, "momentum": 0.9, "nesterov": True, "iterations": 5}
+    groups = [{"params": [matrix], **settings}, {"params": [bias], "is_muon": False}]
+    optimizer = muon.Muon(groups, lr=0.1, weight_decay=0.0)
+    optimizer.attach(optimizer, torch.device("cpu"))
+
+    def closure() -> float:
+        optimizer.zero_grad()
+        loss = matrix.sum() + bias.sum()
+        loss.backward()
+        return loss.item()
+
+    assert optimizer.step(closure) == 6.0
+    assert not torch.equal(matrix, torch.eye(3))
+    torch.testing.assert_close(bias, torch.full((3,), 0.9))
 
 
 SAMPLE = [
