@@ -13,8 +13,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from openrlhf.config.learning import RLDeepSpeedConfig, RLLoraConfig
 from openrlhf.config.optimizer import AdamConfig, MuonConfig, OptimizerConfig
-from openrlhf.config.shared import DeepSpeedConfig, LoraConfig
 from openrlhf.core.batches import TokenRows
 from openrlhf.models.policy import PolicyModel
 from openrlhf.training.averaging import WeightAverage
@@ -55,6 +55,7 @@ class Case:
     dtype: str = "fp32"
     max_norm: float = 0.0
     offload: bool = False
+    sleep: bool = False
     lora: int = 0  # rank of the adapters
     optim: str = "muon"
     adam: AdamConfig = OPTIMIZER.adam
@@ -64,16 +65,17 @@ class Case:
 
 def run(case: Case, folder: Path) -> list[dict[str, Tensor]]:
     """Return the weights before the first step and after each step, and their average."""
-    ds = DeepSpeedConfig(
+    ds = RLDeepSpeedConfig(
         zero_stage=case.zero,
         param_dtype=case.dtype,
         packing_samples=True,
         attn_implementation="sdpa",
         adam_offload=case.offload,
+        enable_sleep=case.sleep,
         zpg=case.zpg,
         ring_attn_size=case.sp,
         tensor_parallel_size=case.tp,
-        lora=LoraConfig(rank=case.lora, alpha=2 * case.lora) if case.lora else LoraConfig(),
+        lora=RLLoraConfig(rank=case.lora, alpha=2 * case.lora) if case.lora else RLLoraConfig(),
     )
     strategy = Strategy(ds, RankLayout.from_flags(ds, processes=case.ranks), seed=0)
     engine = new_engine(case, strategy, folder)
@@ -87,9 +89,10 @@ def run(case: Case, folder: Path) -> list[dict[str, Tensor]]:
             engine.save(str(place), "saved")
             engine = new_engine(case, strategy, folder)
             engine.load(str(place), "saved")
-        take_step(engine, strategy, step)
+        with engine.awake():
+            take_step(engine, strategy, step)
         weights.append(weights_of(engine))
-    with engine.averaged():
+    with engine.awake(), engine.averaged():
         weights.append(weights_of(engine))
     return weights
 

@@ -84,7 +84,7 @@ def check_average(found: list[dict[str, Tensor]]) -> None:
         torch.testing.assert_close(value, expected[name], atol=1e-6, rtol=0)
 
 
-SAMPLE = [EightBit(zero=3, resume_at=3)]
+SAMPLE = [EightBit(zero=3, resume_at=3, sleep=True)]
 
 
 def matrix() -> list[Case]:
