@@ -20,8 +20,8 @@ class Finding:
     """A result of a check. `seen` and `fix` are sentences.
 
     If `fails`, the command does not start; otherwise the finding is printed as a notice. If
-    `passes`, nothing is wrong; only `openrlhf doctor` shows such findings. `error` is the exception
-    that the check raised, if any.
+    `passes`, nothing is wrong, and only `openrlhf doctor` shows the finding. `error` is the
+    exception that the check raised, if any.
     """
 
     seen: str
@@ -77,7 +77,7 @@ def report(*findings: Finding) -> None:
 def loaded(load: Callable[[], T], *others: Callable[[], Iterable[Finding] | None]) -> T:
     """Return the result of `load`.
 
-    If it raises UserError, run the independent checks `others` as well, and raise all failures
+    If `load` raises UserError, run the independent checks `others` as well, and raise all failures
     together.
     """
     try:

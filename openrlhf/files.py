@@ -33,7 +33,7 @@ def fingerprint(path: Path) -> str:
     """Return the SHA-256 of a file, or of 256 blocks of 64 KiB if it is larger than 16 MiB.
 
     The blocks are evenly spaced from the first byte to the last. The hash takes about 10 ms and
-    detects the loss of any contiguous region longer than 1/255 of the file. Hashing whole files
+    detects the loss of any contiguous region longer than 1/255 of the file. Hashing complete files
     would add a minute per 100 GB to every save and resume.
     """
     size = path.stat().st_size

@@ -1,6 +1,6 @@
 """How tensor parallelism splits the layers of an architecture, according to Transformers' plan.
 
-Models check the plan before they are loaded, and engines split the layers.
+The plan is checked before a model is loaded, and is used to split the layers.
 """
 
 from collections import defaultdict
@@ -17,9 +17,9 @@ REPLICATED = "replicated_with_grad_allreduce"  # for weights such as norms of sp
 def split_patterns(config: Any, ranks: int) -> dict[str, list[str]]:
     """Return regular expressions for the layers to split over `ranks` ranks, by kind of split.
 
-    `config` is a Transformers configuration. A part of a layer (attention, MLP) is split if the
-    plan splits all of it by columns and rows. Raises UserError if nothing can be split, or if the
-    ranks cannot get equal numbers of key-value heads.
+    `config` is a Transformers configuration. A part of a layer (attention, MLP) is split only if
+    the plan splits all of it by columns and rows. Raises UserError if nothing can be split, or if
+    the ranks cannot get equal numbers of key-value heads.
     """
     text = config.get_text_config()
     heads = getattr(text, "num_key_value_heads", None) or text.num_attention_heads

@@ -1,4 +1,4 @@
-"""Masking of passwords, tokens and keys in flag values and messages before they are written."""
+"""Masks passwords, tokens and keys in flag values and messages before they are written."""
 
 import re
 from collections.abc import Mapping, Sequence

@@ -1,4 +1,4 @@
-"""Conversion of an executor's result into an episode for training.
+"""Converts an executor's result into an episode for training.
 
 The result is validated, and its token ids are matched with the engine's samples.
 """

@@ -1,4 +1,4 @@
-"""Tokenization of text that follows other tokens, as if both were encoded together."""
+"""Tokenizes text that follows other tokens, as if both were encoded together."""
 
 from __future__ import annotations
 

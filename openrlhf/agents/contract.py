@@ -68,7 +68,7 @@ class AgentExecutorBase(ABC):
         Returns a dict with
 
         - `prompt`, `label`: the arguments;
-        - `observation_tokens`: the token ids of the whole episode, including the prompt;
+        - `observation_tokens`: the token ids of the entire episode, including the prompt;
         - `action_ranges`: [start, end) of the tokens that the policy sampled;
         - `rollout_log_probs`: log-probabilities of the sampled tokens, 0.0 for other tokens; if
           None, the log-probabilities that the engine returned are used;

@@ -102,7 +102,7 @@ class _Prompt:
     """The prompt of a request."""
 
     inputs: TemplateInputs
-    tokens: list[int]  # tokens of the whole conversation
+    tokens: list[int]  # tokens of the entire conversation
     added: str  # the text that the request adds to the conversation
 
 
@@ -234,7 +234,7 @@ class Conversation:
         if ours != whole:
             kind = "template"
             if "".join(ours.split()) == "".join(whole.split()):
-                kind = "spaces"  # a separate kind, because each kind is logged only once
+                kind = "spaces"  # separate, because each kind of notice is logged only once
             self.notices[kind] = _difference(ours, whole)
         if not exact:
             self.notices["border"] = (

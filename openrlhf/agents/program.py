@@ -35,8 +35,8 @@ IGNORED_PARAMS = {
     "detokenize", "output_kind", "flat_logprobs", "skip_clone", "output_text_buffer_length",
 }  # fmt: skip
 
-# Values that have no effect, for vLLM parameters that `SamplingParams` lacks. For all other
-# parameters that it lacks, this value is None.
+# Values that have no effect, for some of the vLLM parameters that `SamplingParams` lacks. For the
+# others, this value is None.
 NEUTRAL_PARAMS = {"n": 1, "bad_words": [], "spaces_between_special_tokens": True}
 OLD_QUEUE = """\
 was written for releases 0.8.7 to 0.9.0. Remove the arguments of its class, change its method to

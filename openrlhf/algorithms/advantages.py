@@ -175,8 +175,8 @@ def mean_baseline(rewards: PerSample, group: GroupIds) -> PerSample:
 def batch_baseline(rewards: PerSample, group: GroupIds) -> PerSample:
     """Compute R_i − mean of the rewards of the batch, in float64. Equal rewards give exactly zero.
 
-    OpenRLHF's FlashREINFORCE: no groups and no whitening, for one sample per prompt. The baseline
-    is the batch mean of REINFORCE with a baseline (Williams 1992).
+    This is OpenRLHF's FlashREINFORCE, for one sample per prompt, without groups and without
+    whitening. The baseline is the batch mean, as in REINFORCE with a baseline (Williams 1992).
     """
     return group_statistics(rewards, torch.zeros_like(group)).centered.to(rewards.dtype)
 

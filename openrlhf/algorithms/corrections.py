@@ -3,8 +3,8 @@ probabilities to the same token.
 
 For a sampled token, p = π_rollout is the engine's probability, q = π_old is the probability that
 the trainer recomputes, and ω = q / p. A correction multiplies the loss of each token by a weight.
-It has four parts: the *gating* statistic, the *level* at which the statistic is computed, the
-*band* that the statistic is compared with, and the *mode*, which defines the weight outside it.
+It is defined by a *gating* statistic, the *level* at which the statistic is computed, a *band* of
+accepted values, and a *mode*, which determines the weights outside the band.
 """
 
 from dataclasses import dataclass
@@ -26,9 +26,9 @@ MIN_PROBABILITY = 1e-6  # divergences clip p and q to [1e-6, 1 − 1e-6]
 class Correction:
     """A gating statistic, a level, a mode and a band, 0 ≤ low < high.
 
-    `mask` weights a token by its own ω, which is not clipped, or by 0 if the statistic is outside
-    the band. `clip` weights it by the statistic, clipped to the band, and requires the gating
-    `ratio`. The level `seq-product` also requires `ratio`.
+    The mode `mask` sets a token's weight to its own ω, which is not clipped, or to 0 if the
+    statistic is outside the band. The mode `clip` sets the weight to the statistic, clipped to the
+    band. The mode `clip` and the level `seq-product` both require the gating `ratio`.
     """
 
     gating: Gating
@@ -41,7 +41,7 @@ class Correction:
 def binary_kl(old_logprobs: PerToken, rollout_logprobs: PerToken) -> PerToken:
     """Compute p ln(p/q) + (1 − p) ln((1 − p)/(1 − q)) in nats, in float64.
 
-    This is KL(π_rollout‖π_old) if only the sampled token is distinguished from all others. Qi et
+    This is KL(π_rollout‖π_old) if all tokens other than the sampled one are treated as one. Qi et
     al. 2026, arXiv:2602.04879 (binary approximation)
     """
     p, q = _probabilities(rollout_logprobs), _probabilities(old_logprobs)
@@ -76,7 +76,7 @@ def gate_statistic(
     |---|---|---|
     | `token` | ω | the token's divergence |
     | `seq` | exp(mean of ln ω), the geometric mean | mean over the action tokens |
-    | `seq-product` | exp(sum of ln ω), the ratio of the whole answer | – |
+    | `seq-product` | exp(sum of ln ω), the ratio of the entire answer | – |
 
     ω and its products are bounded to exp(±20). Values outside `mask` are ignored, even NaN.
     """
@@ -94,7 +94,7 @@ def gate_statistic(
 
 
 def _at_level(per_token: Tensor, mask: Tensor, level: Level) -> Tensor:
-    """Return a value per token (B, T), or the mean or sum of each row (B, 1)."""
+    """Return the values per token (B, T), or their mean or sum over each row (B, 1)."""
     if level == "token":
         return per_token
     total = per_token.sum(1, keepdim=True)
@@ -110,9 +110,10 @@ def correction_weights(
     """Return the weight of each token's loss, without gradient, and a mask of the tokens that are
     outside the band.
 
-    With ω = [0.4, 1, 9] in one row, gating `ratio` and the band [0.5, 5]: token clip → [0.5, 1, 5];
-    token mask → [0, 1, 0]; seq mask → [0.4, 1, 9], because the geometric mean of the row, 1.53, is
-    in the band. Zero (False) outside `mask`; ω is bounded to exp(±20).
+    For a row with ω = [0.4, 1, 9], the gating `ratio` and the band [0.5, 5], the weights are
+    [0.5, 1, 5] with `token` and `clip`; [0, 1, 0] with `token` and `mask`; and [0.4, 1, 9] with
+    `seq` and `mask`, because the geometric mean of the row is 1.53. Both results are zero (False)
+    outside `mask`; ω is bounded to exp(±20).
     """
     statistic = gate_statistic(
         old_logprobs, rollout_logprobs, mask, gating=correction.gating, level=correction.level

@@ -64,13 +64,14 @@ def unbiased_kl_estimate(
     ref_logprobs: Float[Tensor, "*s"],
     estimator: str,
 ) -> Float[Tensor, "*s"]:
-    """Return each token's `kl_estimate` with the gradient of the KL itself, for every estimator.
+    """Return each token's `kl_estimate`, but with the gradient of the KL itself.
 
-    The gradient is that of w · x² / 2 with x = log π_θ − log π_ref and w = min(π_θ / π_old, 10),
-    which is detached. Its expectation over samples from π_old is E[w x ∇log π_θ] = ∇KL(π_θ‖π_ref),
-    as long as w is below its bound. Tang and Munos 2025, arXiv:2506.09477
+    Every estimator gets the gradient of w · x² / 2, where x = log π_θ − log π_ref, and where w =
+    min(π_θ / π_old, 10) is treated as a constant. As long as w is below its bound, the expected
+    gradient over samples from π_old is E[w x ∇log π_θ] = ∇KL(π_θ‖π_ref). Tang and Munos 2025,
+    arXiv:2506.09477
 
-    If π_old is π_θ, w is 1. A clipped estimate also has this gradient.
+    If π_old is π_θ, w is 1. Clipped estimates have this gradient, too.
     """
     value = kl_estimate(logprobs, ref_logprobs, estimator).detach()
     log_weight = (logprobs.detach() - old_logprobs).clamp(max=math.log(MAX_KL_WEIGHT))

@@ -1,12 +1,12 @@
-"""Orthogonalization of matrices, for the steps of Muon."""
+"""Orthogonalizes matrices, as needed for Muon's steps."""
 
 import torch
 from torch import Tensor
 
-# Coefficients of the quintic iteration. They do not converge to 1, but move all singular values
-# close to 1 in few iterations.
+# Coefficients of the quintic iteration. With them, singular values do not converge to 1, but all of
+# them come close to 1 in a few iterations.
 A, B, C = 3.4445, -4.7750, 2.0315
-SMALLEST_NORM = 1e-7  # a matrix with a smaller norm stays small
+SMALLEST_NORM = 1e-7  # below this norm, a matrix is not scaled to norm 1
 
 
 @torch.no_grad()

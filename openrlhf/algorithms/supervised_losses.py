@@ -36,7 +36,7 @@ def soft_cross_entropy(
 
     Hinton et al. 2015, arXiv:1503.02531
 
-    `teacher` holds the teacher's logits for the whole vocabulary, or for its top k `tokens`, whose
+    `teacher` holds the teacher's logits for the entire vocabulary, or for its top k `tokens`, whose
     probabilities are then renormalized to sum to 1. A token with teacher probability 0 contributes
     0, even if the student's logit is also −∞.
     """

@@ -15,7 +15,7 @@ PerToken = Float[Tensor, "B T"]  # position t describes token t
 TokenMask = Bool[Tensor, "B T"]
 PerRow = Float[Tensor, " B"]
 PerSample = Float[Tensor, " R"]  # covers all samples in a batch, not just one block of rows
-GroupIds = Int[Tensor, " R"]  # samples of the same prompt share a number
+GroupIds = Int[Tensor, " R"]  # the same for all samples of a prompt
 
 MIN_VARIANCE = 1e-8
 # in nats; exp(20) = 4.9e8 is beyond every clip range and well within float32

@@ -1,4 +1,4 @@
-"""The `lora_combiner` command, which merges a LoRA adapter into its base model."""
+"""Runs `lora_combiner`, which merges a LoRA adapter into its base model."""
 
 from dataclasses import replace
 from pathlib import Path

@@ -86,7 +86,7 @@ def export_hf(
 
 
 def write_model(model: PreTrainedModel, state: dict[str, Tensor], folder: Path) -> None:
-    """Write a whole model to `folder`.
+    """Write a complete model to `folder`.
 
     If its configuration cannot be written, still write the weights before raising.
     """

@@ -1,4 +1,4 @@
-"""Writing, finding and removing checkpoints so that a kill loses at most the save in progress.
+"""Writes, finds and removes checkpoints. A kill loses at most the save in progress.
 
     <ckpt.path>/global_step20.manifest.json  the commit point: files, sizes, hashes, run state
     <ckpt.path>/_actor/global_step20/…       engine files and metric.json  (offline: no `_actor/`)

@@ -73,7 +73,7 @@ class RunState:
     best_step: int | None = None  # the step with the best value
     evaluations_since_best: int = 0
     evaluated_at: int = -1  # the step of the last evaluation
-    # Number of optimizer steps in the whole run, for the learning rate schedule; 0 if unknown.
+    # Total number of optimizer steps in the run, for the learning rate schedule; 0 if unknown.
     planned_updates: int = 0
     run_dir: str = ""
     started: str = ""  # time of the run's first start; empty in older checkpoints
@@ -130,7 +130,7 @@ class StagedCheckpoint:
 class Checkpoint(StagedCheckpoint):
     """A committed checkpoint, created by `CheckpointManager` and consumed by trainers."""
 
-    sequence: int  # running number of the save
+    sequence: int  # sequence number of the save
     files: Mapping[str, tuple[int, str]]  # path relative to `directory` → bytes, hash
     metric_key: str | None
     metric_value: float | None

@@ -1,4 +1,4 @@
-"""Comparison of exported models, loaded again, with the trained model.
+"""Reloads exported models and compares them with the trained model.
 
 Exports in the middle of a run are not loaded: only the tensors in their files are compared, and a
 difference causes a notice.

@@ -1,4 +1,4 @@
-"""Startup and exit of every command: parsing flags, locking outputs, reporting user errors.
+"""Starts and ends every command: parses flags, locks outputs, reports user errors.
 
 Standard library only.
 """
@@ -27,7 +27,7 @@ from openrlhf.termination import ctrl_c_raises
 LAUNCHER = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE")  # set by a launcher
 HELP_FLAGS = {"-h", "--help", "--help_json"}
 HUB_TIMEOUT_S = 5.0
-# With one of these variables, the Hub client uses a mirror, a proxy or no network.
+# If one of these variables is set, the Hub client uses a mirror, a proxy or no network.
 HUB_VARIABLES = {
     "HF_ENDPOINT",
     "HF_HUB_OFFLINE",
@@ -36,7 +36,7 @@ HUB_VARIABLES = {
     "ALL_PROXY",
     "all_proxy",
 }
-OTHERS_WAIT_S = 10.0  # a launcher stops all processes when one fails
+OTHERS_WAIT_S = 10.0  # the launcher stops the others when one process fails
 SHARED = ("events",)  # kinds of outputs that several commands may write at the same time
 C = TypeVar("C", bound=Command)
 

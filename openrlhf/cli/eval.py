@@ -1,4 +1,4 @@
-"""Evaluation of a checkpoint: `python -m openrlhf.cli.eval`.
+"""Evaluates a checkpoint: `python -m openrlhf.cli.eval`.
 
 Measures pass@k, reward-model accuracy, or the win rate against another model.
 """

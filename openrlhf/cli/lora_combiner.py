@@ -1,4 +1,4 @@
-"""Merging of a LoRA adapter into its base model: `python -m openrlhf.cli.lora_combiner`."""
+"""Merges a LoRA adapter into its base model: `python -m openrlhf.cli.lora_combiner`."""
 
 from collections.abc import Sequence
 

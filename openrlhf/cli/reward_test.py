@@ -1,4 +1,4 @@
-"""Test of a reward before training: `python -m openrlhf.cli.reward_test`.
+"""Tests a reward before training: `python -m openrlhf.cli.reward_test`.
 
 Runs a reward function, server or verifier on a dataset. Also available as `openrlhf reward test`.
 """

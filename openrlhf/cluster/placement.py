@@ -1,4 +1,4 @@
-"""Placement of processes on machines: a pure plan, and the Ray placement groups that reserve it.
+"""Places processes on machines: a pure plan, and the Ray placement groups that reserve slots.
 
 A *device slot* is a GPU, or room for one process in a run without GPUs. A group's roles share its
 slots: the process on each slot hosts all of them. Engines can share a group's slots too (hybrid
@@ -146,7 +146,7 @@ class Placement:
         The machines with the fewest free slots are filled first.
         """
         owners = [group for group in self.groups if not group.shares]
-        # Place groups that need whole machines first, and large groups before small ones.
+        # Place groups that need entire machines first, and large groups before small ones.
         owners.sort(key=lambda group: (group.nodes is None, -group.per_node * group.devices))
         filling = next(_fillings(owners, machines), None)
         if filling is None:

@@ -1,4 +1,4 @@
-"""Monitoring of the Ray processes that a command needs: the control store and the local raylet.
+"""Monitors the Ray processes that a command needs: the control store and the local raylet.
 
 Ray does not report the death of either process. It ends the command's process a minute after the
 control store has died, or when the command uses the object store after the raylet has died; until

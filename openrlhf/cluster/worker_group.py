@@ -195,7 +195,8 @@ class WorkerGroup:
     """The workers of one role, one per rank of their host group.
 
     `attention_length` is the length in tokens at which attention costs as much as the rest of the
-    role's model. It decides how rows are divided over ranks; None: by tokens.
+    role's model. It determines how rows are divided among the ranks. If it is None, rows are
+    divided by tokens.
     """
 
     def __init__(

@@ -14,7 +14,7 @@ class EstimatorTraits:
     # True if the estimator compares the samples of a prompt: it then needs at least two, and uses
     # one reward per episode and no discount.
     per_group: bool = False
-    # True if it compares all samples of the batch, with one reward per episode and no discount
+    # True if it compares all samples in the batch; needs one reward per episode and no discount
     per_batch: bool = False
     needs_critic: bool = False  # True if it reads the values V(s)
     whiten: bool = False  # True if it whitens the advantages over the batch's action tokens
@@ -31,7 +31,7 @@ class LossTraits:
 
     aggregation: str = "token"  # default of --algo.loss.aggregation
     clip: tuple[float, float] | None = None  # default clip range; None: --actor.eps_clip
-    # True if, with a correction, the ratio is π_θ / π_rollout, instead of a weight on each token.
+    # True if a correction changes the ratio to π_θ / π_rollout instead of weighting each token.
     rollout_ratio: bool = False
 
 
@@ -83,9 +83,10 @@ KL_ESTIMATORS = {
 # Row layouts: detected from the columns (auto), set with the column flags (columns), or a known
 # format.
 LAYOUTS = ("auto", "columns", "alpaca", "arena", "chat", "orca", "webgpt")
-# Presets of `--algo.advantage.is_correction_type`, the correction's flag in earlier releases: level
-# and mode, under the names of those releases or of this one. TIS: Yao et al. 2025,
-# fengyao.notion.site/off-policy-rl. IcePop: Ling team 2025, ringtech.notion.site/icepop.
+# Presets of `--algo.advantage.is_correction_type`, which selected the correction in earlier
+# releases. Each preset has a level and a mode, which may have their old or their current names.
+# TIS: Yao et al. 2025, fengyao.notion.site/off-policy-rl. IcePop: Ling team 2025,
+# ringtech.notion.site/icepop.
 CORRECTIONS = {
     "tis": ("token", "clip"),
     "icepop": ("token", "mask"),

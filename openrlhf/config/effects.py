@@ -1,7 +1,7 @@
 """Flags that have no effect because of other flags, and the notice that lists them.
 
-Each section and each command yields them from its method `unused`. A flag that never has an effect
-declares that itself (`obsolete`).
+The method `unused` of each section and each command yields these flags. Flags that never have an
+effect are declared as `obsolete`.
 """
 
 from collections.abc import Iterator, Mapping, Sequence

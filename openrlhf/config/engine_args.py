@@ -1,4 +1,4 @@
-"""Check of `--vllm.engine_args`: every vLLM argument is allowed except those in `REFUSED`.
+"""Checks `--vllm.engine_args`: every vLLM argument is allowed except those in `REFUSED`.
 
 `rollout/engine_check.py` then lets vLLM validate the names and types of the arguments.
 """

@@ -44,7 +44,7 @@ SAMPLING_FLAGS = (
 
 
 class AgainstConfig(Section):
-    """The answers that the model's answers are compared with."""
+    """Answers to compare with the model's answers."""
 
     model_name_or_path: str | None = option(
         None, "Folder or Hub name of the other model.", holds="model"
@@ -131,7 +131,7 @@ class EvaluationConfig(EngineCommand, RecordedCommand):
             yield "<judge.url> is not an http(s) URL."
 
     def _win_rate_violations(self) -> Iterator[str]:
-        """Yield violations of the rules for the other answers and for choosing a winner."""
+        """Yield violations of the rules for answers to compare with and for choosing winners."""
         against, judge = self.against, self.judge
         reward, agent = self.reward, self.train.agent_func_path
         if bool(against.model_name_or_path) == bool(against.answer_key):

@@ -84,7 +84,7 @@ class Flag:
     help: str
     choices: Collection[str] | None = None  # plug-ins may add choices to the tables in `choices`
     metavar: str | None = None
-    # In a pair, the first number if only the second one is given; None: both are required.
+    # The first number of a pair if only the second one is given; None: both are required.
     single: float | None = None
     ge: float | None = None  # bounds apply to each number in a pair
     gt: float | None = None
@@ -356,7 +356,7 @@ def toml_beside(module: str, name: str = "") -> dict[str, Any]:
 def nearest(name: str, known: Iterable[str]) -> list[str]:
     """Return at most two known names that a user may have meant, the most similar first.
 
-    Names are compared as a whole and by their last parts. Last parts also match if one of them
+    Full names are compared, and so are their last parts. Last parts also match if one of them
     contains the other.
     """
     cutoff = 0.7

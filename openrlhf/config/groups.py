@@ -11,7 +11,7 @@ from openrlhf.config.shared import GroupConfig
 
 @dataclass(frozen=True, kw_only=True)
 class RoleGroup:
-    """Roles that share processes and devices, and the section that sets their number."""
+    """Roles that share processes and devices, and the section that sets the number of processes."""
 
     roles: tuple[str, ...]
     size: GroupConfig | RewardConfig
@@ -28,7 +28,7 @@ class RoleGroup:
 
 
 def role_groups(config: RLFlags) -> list[RoleGroup]:
-    """Return the groups of a run's roles. The first one has the policy, if it is trained."""
+    """Return the groups of a run's roles. If the policy is trained, it is in the first group."""
     roles = _sizes_of_roles(config)
     groups: list[RoleGroup] = []
     placed: set[str] = set()

@@ -23,7 +23,7 @@ from openrlhf.config.rollout import (
     unused_without,
 )
 
-# The requirements of flags, in the wording of notices.
+# The requirements of flags, as phrased in notices.
 CRITIC = "a critic (--algo.advantage.estimator gae)"
 FROZEN = (
     "a reference (--algo.kl.init_coef above 0, no --ds.lora.rank) or --algo.distill.teacher PATH"

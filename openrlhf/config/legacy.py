@@ -1,4 +1,4 @@
-"""Translation of flag names and values from earlier releases to current flags, with a notice.
+"""Translates flag names and values of earlier releases to current flags, with a notice.
 
 All commands share the tables in `legacy_names`. Each command uses the entries for its own flags.
 """

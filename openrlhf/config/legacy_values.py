@@ -1,7 +1,7 @@
-"""Flags of earlier releases that were combined, or whose values have other names now.
+"""Flags of earlier releases that are now part of other flags, or whose values were renamed.
 
-They are translated after the command line and the configuration file have been merged, because
-several of them together determine one current flag.
+They are translated after the command line and the configuration file have been merged, because one
+current flag may depend on several of them.
 """
 
 from __future__ import annotations
@@ -57,18 +57,19 @@ class _OldConfig(Section):
 
 
 def combined_flags(flags: Mapping[str, Flag]) -> Mapping[str, Flag]:
-    """Return the old flags that a command with these flags accepts, by path."""
+    """Return the old flags, by path, that a command with the current flags `flags` accepts."""
     if LEVEL in flags:
         return flags_of(_OldConfig)
     return {}
 
 
 def current_values(old: Mapping[str, Any], given: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the values of current flags, by path, that the values of old flags stand for.
+    """Translate the values of old flags to values of current flags, by path.
 
-    A preset without its switch had no effect and stands for no value. `given` has the current flags
-    that are also set. They take precedence, but the threshold alone does not: the older releases
-    used it with a preset only, and without its lower bound in the mode `truncate`.
+    A preset had no effect without its switch, so it is then not translated. `given` has the current
+    flags that the user also set. These take precedence, unless only the threshold is set: older
+    releases used it only together with a preset, and ignored its lower bound in the mode
+    `truncate`.
     """
     values = _correction_values(old, given)
     if mean := old.get("actor.loss_agg_mode"):

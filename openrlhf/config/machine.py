@@ -24,7 +24,7 @@ CPU_QUOTA = Path("/sys/fs/cgroup/cpu.max")
 MEMORY_INFO = Path("/proc/meminfo")
 OWN_CGROUPS = Path("/proc/self/cgroup")
 CGROUPS = Path("/sys/fs/cgroup")
-CACHED_KERNELS = "64"  # compiled kernels that oneDNN and PyTorch each keep per process
+CACHED_KERNELS = "64"  # number of compiled kernels that oneDNN and PyTorch each keep in a process
 # Variables that identify a process to Ray (its cluster, node, job and role) and are not settings.
 RAY_IDENTITY = re.compile(
     "RAY_(ADDRESS|TMPDIR|AUTH_.*|CLIENT_.*|JOB_.*|NODE_.*|RAYLET_.*|WORKER_.*|.*_ID|.*_PID"
@@ -68,11 +68,10 @@ def ray_may_run() -> bool:
 
 
 def declared_machines(cluster: str) -> list[int]:
-    """Return the number of GPUs of each machine in a declared cluster, or [] if the text is
-    invalid.
+    """Return the number of GPUs in each machine of a declared cluster; [] for an invalid text.
 
-    Example: 2x8,1x4 declares two machines with 8 GPUs and one with 4, and becomes [8, 8, 4]. A kind
-    of GPU may follow, as in 2x8xH100-80GB.
+    Example: 2x8,1x4 declares two machines with 8 GPUs and one with 4, and becomes [8, 8, 4]. The
+    text may also name a kind of GPU, as in 2x8xH100-80GB.
     """
     machines_of_a_size = r"[1-9]\d{0,3}x[1-9]\d{0,3}(x[A-Za-z][\w.-]*|x\d+GB)?"
     if not re.fullmatch(f"{machines_of_a_size}(,{machines_of_a_size})*", cluster):
@@ -223,12 +222,13 @@ def world_size() -> int:
 
 
 def kernel_caches() -> dict[str, str]:
-    """Return the environment variables that bound the caches of compiled CPU kernels.
+    """Return environment variables that limit the caches of compiled CPU kernels.
 
-    In bfloat16, oneDNN compiles kernels of 0.5 MiB for every shape of a matrix product, and both it
-    and PyTorch keep the last 1,024 of them. Batches with varying numbers of tokens fill 560 MiB. A
-    model has about 20 shapes per batch, so smaller caches take no more time. Variables that are
-    already set are kept. oneDNN and PyTorch read them at the first product of a process.
+    In bfloat16, oneDNN compiles 0.5 MiB of kernels for every shape of a matrix product. By default,
+    both oneDNN and PyTorch keep the last 1,024 of them, so the caches grow to 560 MiB if the number
+    of tokens varies between batches. A model has only about 20 shapes per batch, so smaller caches
+    are just as fast. oneDNN and PyTorch read the variables at the first product of a process.
+    Variables that the user has set are not changed.
     """
     names = ("ONEDNN_PRIMITIVE_CACHE_CAPACITY", "LRU_CACHE_CAPACITY")
     return {name: os.environ.get(name, CACHED_KERNELS) for name in names}

@@ -1,4 +1,4 @@
-"""Parsing of a command line and a configuration file into a checked configuration, and back.
+"""Parses a command line and a configuration file, and writes configurations as YAML.
 
 Every command calls `parse_config`, which raises one `ConfigError` with all mistakes. The command
 prints it to stderr and exits with status 2.

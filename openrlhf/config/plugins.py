@@ -1,4 +1,4 @@
-"""Plug-in loading, once per process: `--plugin` files and entry points of installed packages."""
+"""Loads plug-ins once per process: `--plugin` files and entry points of installed packages."""
 
 import importlib.util
 import sys

@@ -49,7 +49,7 @@ def step_notices(config: RLFlags) -> Iterator[str]:
 
 
 def optimizer_notices(config: RLFlags) -> Iterator[str]:
-    """Yield notices about the learning rates of Muon."""
+    """Yield notices about Muon's learning rates."""
     if config.rollout.only:
         return
     yield from muon_notices(config.actor, config.given, "actor.")

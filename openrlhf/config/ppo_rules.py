@@ -61,7 +61,7 @@ def reward_violations(config: RLFlags) -> Iterator[str]:
 
 
 def estimator_violations(config: RLFlags) -> Iterator[str]:
-    """Yield a violation if samples are compared but there is only one sample."""
+    """Yield a violation if the estimator compares samples but there is only one."""
     if config.estimator.per_batch and config.samples == 1:
         yield (
             "<algo.advantage.estimator> compares the samples of a batch, but <rollout.batch_size> "
@@ -223,7 +223,7 @@ def rollout_violations(config: RLFlags) -> Iterator[str]:
 
 
 def batch_violations(config: RLFlags) -> Iterator[str]:
-    """Yield the violations of batch sizes and dataset probabilities."""
+    """Yield violations of the rules for batch sizes and dataset probabilities."""
     train, rollout, samples = config.train, config.rollout, config.samples
     yield from probability_violations(config, "data.prompt_dataset", "data.prompt_probs")
     if rollout.only:
@@ -280,7 +280,7 @@ def _slice_violations(config: RLFlags) -> Iterator[str]:
 
 
 def _training_violations(config: RLFlags) -> Iterator[str]:
-    """Yield violations of the trained models' optimizers and of the second copy of weights."""
+    """Yield violations of the rules for optimizers and for the second copy of the weights."""
     if config.rollout.only:
         return
     trained: dict[str, ActorConfig | CriticConfig] = {"actor": config.actor}

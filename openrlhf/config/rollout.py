@@ -8,7 +8,7 @@ from typing import Any, ClassVar
 from openrlhf.config import machine
 from openrlhf.config.flags import Section, Unused, derived, items, option, required, value_at
 
-# The requirements of flags, in the wording of notices.
+# The requirements of flags, as phrased in notices.
 AGENT = "--train.agent_func_path"
 FUNCTION = "--reward.remote_url FILE.py"
 VERIFIER = "--reward.verifier"
@@ -247,7 +247,7 @@ class RewardConfig(RuleConfig):
 
     @property
     def scalars(self) -> list[str]:
-        """The models that score whole answers."""
+        """The models that score complete answers."""
         return items(self.model_name_or_path)
 
     @property
@@ -335,7 +335,7 @@ class PlacementConfig(Section):
 def unused_without(alternatives: Mapping[str, object], *names: str) -> Iterator[Unused]:
     """Yield flags that need one of these alternatives, if none of them is set.
 
-    The keys are the wording of the alternatives in notices.
+    The keys are the alternatives, as phrased in notices.
     """
     if not any(alternatives.values()):
         yield Unused(names, f"without {' or '.join(alternatives)}")

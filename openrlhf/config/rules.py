@@ -142,7 +142,7 @@ def _sizes_not_given(config: Any) -> list[str]:
 
 
 def sources_exist(config: Any) -> Iterator[str]:
-    """Yield a violation for each model or dataset that can only be a local path and is not usable.
+    """Yield a violation for each model or dataset that must be a local path but is not usable.
 
     Dataset scripts are refused.
     """
@@ -166,7 +166,7 @@ def _model_exists(flag: Flag, path: str) -> Iterator[str]:
 
 
 def hub_notices(config: Any) -> Iterator[str]:
-    """Yield a notice about each model from the Hub whose name is also that of a missing folder."""
+    """Yield a notice for each model from the Hub whose name may be meant as a local folder."""
     for flag, value in flags_in(config):
         if flag.holds != "model":
             continue

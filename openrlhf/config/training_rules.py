@@ -96,7 +96,7 @@ def partition_violations(ds: DeepSpeedConfig, ranks: int, *, what: str) -> Itera
 def optimizer_violations(
     optimizer: OptimizerConfig, ds: DeepSpeedConfig, section: str = ""
 ) -> Iterator[str]:
-    """Yield what an optimizer cannot be combined with. `section` is its flags' prefix."""
+    """Yield violations of the rules for an optimizer, whose flags start with `section`."""
     if optimizer.optim in ("muon", "adam_8bit") and ds.use_universal_ckpt:
         yield (
             f"<{section}optim>: --ds.use_universal_ckpt converts only the state of adam. Resume "
@@ -131,7 +131,7 @@ def bitsandbytes_violations(flag: str, *, otherwise: str) -> Iterator[str]:
 def muon_notices(
     optimizer: OptimizerConfig, given: Mapping[str, Any], section: str = ""
 ) -> Iterator[str]:
-    """Yield a notice if Muon uses its default learning rate. `section` is its flags' prefix."""
+    """Yield a notice if Muon, whose flags start with `section`, has its default learning rate."""
     if optimizer.optim == "muon" and f"{section}muon.lr" not in given:
         yield (
             f"<{section}muon.lr> is the default, a rate for training from scratch. To fine-tune a "

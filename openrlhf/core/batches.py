@@ -11,7 +11,7 @@ Nothing is padded until a model or a formula needs a block (R, T) of R rows, so 
 only with the number of tokens. `Layout` converts columns to blocks and back.
 
 A field's role is in its metadata: one entry per token, one entry per sample, or `Items` with any
-number of entries per sample. An entry may have dimensions of its own. For example, a per-token
+number of entries per sample. An entry may have additional dimensions. For example, a per-token
 column of the experts that each layer chose is (N, layers, experts), and a payload of image patches
 is (M, pixels). Checks, `select`, `split` and `to` read the role, so that a subclass only has to
 declare its columns.
@@ -213,8 +213,8 @@ class Ragged:
         """Yield the indices of all rows in parts of similar length, longest rows first.
 
         A part has at most `max_tokens` tokens and `max_rows` rows; a row that is too long gets a
-        part of its own. With `padded`, every row counts with the length of the longest row in its
-        part.
+        part of its own. With `padded`, every row counts as if it were as long as the longest row in
+        its part.
         """
         shortest_first = self.lengths.argsort()
         while len(shortest_first):
@@ -385,7 +385,7 @@ class Experience(Ragged):
 
     @property
     def episode_of_row(self) -> Int[Tensor, " B"]:
-        """The episode of each row, numbered from 0 within this batch."""
+        """The index of each row's episode within this batch."""
         if self.trajectory_ids is None:
             return torch.arange(self.num_samples, device=self.offsets.device)
         untyped = cast(Any, torch)

@@ -44,8 +44,8 @@ class Prompt:
     `data.prompts` creates prompts, and the rollout generator consumes them.
     """
 
-    # Running number of the draw, not the dataset row. It seeds the samples and determines their
-    # order in the batch.
+    # Index in the sequence of drawn prompts, not in the dataset. It seeds the samples and
+    # determines their order in the batch.
     index: int
     text: str
     tokens: list[int]  # tokens of the entire text

@@ -1,1 +1,1 @@
-"""Preparation of rows of token ids: tokenizers, datasets, chat templates and batching."""
+"""Prepares rows of token ids: tokenizers, datasets, chat templates and batching."""

@@ -1,4 +1,4 @@
-"""Batching and ordering of rows: size limits, even partitions and epochs. Lengths are in tokens."""
+"""Orders and batches rows: size limits, even partitions and epochs. Lengths are in tokens."""
 
 import heapq
 import math
@@ -24,7 +24,7 @@ class Group(NamedTuple):
 class Solution(NamedTuple):
     """A partition of a subset of the rows. Solutions compare by unevenness."""
 
-    unevenness: int  # cost of the lightest part minus cost of the heaviest part
+    unevenness: int  # cost of the lightest part minus that of the heaviest
     number: int  # breaks ties: the older of two equally uneven solutions comes first
     groups: list[Group]  # the non-empty parts, heaviest first
 
@@ -41,9 +41,9 @@ def row_costs(lengths: Sequence[int], attention_length: int | None) -> list[int]
 
 
 def balanced_partition(costs: Sequence[int], parts: int) -> list[list[int]]:
-    """Divide row numbers into `parts` non-empty groups of nearly equal costs.
+    """Divide row indices into `parts` non-empty groups of nearly equal costs.
 
-    The costs of two groups differ by at most the largest cost of a row.
+    The costs of any two groups differ by at most the largest cost of a row.
 
     The largest-differencing method repeatedly merges the two least even partial solutions, pairing
     the heavy groups of one with the light groups of the other, until one solution remains. Raises
@@ -76,7 +76,7 @@ def balanced_partition(costs: Sequence[int], parts: int) -> list[list[int]]:
 def batches_of_rows(rows: Sequence[int], size: int, *, at_least: int = 1) -> list[list[int]]:
     """Split the rows into consecutive batches of at most `size` rows, as evenly as possible.
 
-    Returns at least `at_least` batches if there are as many rows.
+    Returns at least `at_least` batches if there are enough rows.
     """
     count = max(math.ceil(len(rows) / size), min(at_least, len(rows)))
     edges = [0, *(round(batch * len(rows) / count) for batch in range(1, count + 1))]
@@ -90,11 +90,11 @@ def batches_of_tokens(
     attention_length: int | None = None,
     at_least: int = 1,
 ) -> list[list[int]]:
-    """Group row numbers into batches of nearly equal costs, at most `max_tokens` tokens each.
+    """Group row indices into batches of nearly equal costs, with at most `max_tokens` tokens each.
 
-    A row longer than `max_tokens` gets its own batch. Returns as few batches as the method finds,
-    but `at_least` batches if there are as many rows, so that all ranks can run the same number of
-    batches. Costs are those of `row_costs`.
+    A row longer than `max_tokens` gets its own batch. Costs are computed by `row_costs`. Returns
+    the smallest number of batches for which a partition is found. If `at_least` is larger, returns
+    that many batches (as long as there are enough rows), so that all ranks can run the same number.
     """
     fitting: list[int] = []
     batches: list[list[int]] = []
@@ -124,8 +124,8 @@ def _partition_within(
 ) -> list[list[int]] | None:
     """Return `count` groups of at most `max_tokens`, or None if no partition is found.
 
-    Groups of equal costs may have too many tokens: many short rows cost as much as a long row.
-    Groups of equal token counts are the second choice.
+    Groups of similar cost may exceed the limit, because many short rows cost as much as one long
+    row. In that case, groups with similar numbers of tokens are tried.
     """
     for balanced in (costs, lengths):
         parts = balanced_partition(balanced, count)
@@ -138,10 +138,10 @@ def _partition_within(
 def batches_of_padded_tokens(
     lengths: Sequence[int], max_tokens: int, *, at_least: int = 1
 ) -> list[list[int]]:
-    """Group row numbers by length, at most `max_tokens` per batch if all rows in it are padded.
+    """Group row indices by length, with at most `max_tokens` tokens per batch, including padding.
 
     The longest rows come first, and a row longer than `max_tokens` gets its own batch. Returns at
-    least `at_least` batches if there are as many rows.
+    least `at_least` batches if there are enough rows.
     """
     longest_first = sorted(range(len(lengths)), key=lambda row: -lengths[row])
     batches: list[list[int]] = []
@@ -154,7 +154,7 @@ def batches_of_padded_tokens(
 
 
 def split_further(batches: Sequence[list[int]], count: int) -> list[list[int]]:
-    """Halve the batches with the most rows until there are `count`. The rows must suffice."""
+    """Halve the batches with the most rows until there are `count`. Needs at least `count` rows."""
     batches = list(batches)
     while len(batches) < count:
         largest = max(batches, key=len)

@@ -1,4 +1,4 @@
-"""Detection of control tokens, such as the end-of-turn token, in a dataset's texts.
+"""Detects control tokens, such as the end-of-turn token, in a dataset's texts.
 
 The model cannot distinguish such tokens from the control tokens that a chat template inserts.
 """

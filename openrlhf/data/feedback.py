@@ -98,7 +98,7 @@ def _judged_turns(sides: Sequence[Sequence[Message]], prompt: int) -> list[list[
 class PreferenceDataset(TokenizedRows[PairRow]):
     """A dataset's preference pairs, tokenized when the object is created.
 
-    A text is the prompt (if `prompt_key` is set) plus the answer, or a whole conversation, given as
+    A text is the prompt (if `prompt_key` is set) plus the answer, or a full conversation, given as
     plain text or chat messages. Trailing newlines are removed, end-of-text is appended (after a
     space) if it is missing, and the text is truncated to `max_len` tokens, the last of which is
     always end-of-text. Pairs whose texts are equal after truncation are dropped.

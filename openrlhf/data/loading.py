@@ -1,4 +1,4 @@
-"""Loading of datasets from files, folders and the Hub, and blending of datasets into one."""
+"""Loads datasets from files, folders and the Hub, and blends several datasets into one."""
 
 import glob
 import math

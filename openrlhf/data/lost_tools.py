@@ -1,4 +1,4 @@
-"""Detection of tools that a chat template omits.
+"""Detects tools that a chat template omits.
 
 With such a template, the model sees neither the tool definitions nor the assistant's calls.
 """

@@ -1,4 +1,4 @@
-"""Tokenization of dataset rows, with the origin of each row."""
+"""Tokenizes dataset rows, and keeps track of each row's origin."""
 
 import fcntl
 import shutil

@@ -1,4 +1,4 @@
-"""Display of a run's first texts as the model sees them (tokens and targets), for --dry_run."""
+"""Shows a run's first texts as the model sees them (tokens and targets), for --dry_run."""
 
 from collections.abc import Iterator, Sequence
 from dataclasses import fields

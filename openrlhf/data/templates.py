@@ -1,4 +1,4 @@
-"""Rendering of chat messages, and location of the assistant's characters and tokens in the text."""
+"""Renders chat messages, and finds the assistant's characters and tokens in the text."""
 
 from bisect import bisect_right
 from collections.abc import Callable, Collection, Mapping, Sequence
@@ -248,7 +248,7 @@ def _find_content(draw: Draw, messages: Sequence[Message], turn: int, text: str)
         return None
     try:
         last, _ = draw(past)
-    except ValueError:  # the template rejects these messages: render the whole conversation instead
+    except ValueError:  # the template rejects these messages: render the full conversation instead
         last, _ = draw([*messages[:-1], {**messages[-1], "content": STAND_IN}])
     end_of_turn = last.partition(STAND_IN)[2]
     return len(before), end + in_common(end_of_turn, after)
@@ -275,7 +275,7 @@ class Encoded:
         """Return the range of tokens that cover a span of characters.
 
         A token that straddles a boundary belongs to the span. Without offsets, the text before each
-        boundary is encoded, and the tokens that it shares with the whole text come before the
+        boundary is encoded; the tokens that it shares with the complete text are before the
         boundary.
 
         Example: if "Q: yes" is tokenized as `Q`, `:`, `▁yes`, the span (3, 6) of "yes" gives

@@ -1,4 +1,4 @@
-"""Loading tokenizers: padding token, padding side, chat template and stop tokens."""
+"""Loads tokenizers: padding token, padding side, chat template and stop tokens."""
 
 import os
 from dataclasses import dataclass

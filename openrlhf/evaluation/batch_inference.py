@@ -126,7 +126,7 @@ def read_rows(
     *,
     follows: bool = True,
 ) -> list[Prompt]:
-    """Return the prompts to answer or the whole texts to score. Raises DataError.
+    """Return the prompts to answer or the full texts to score. Raises DataError.
 
     Records their text format in the tokenizer. If `follows` is true, the default is the text format
     that the model was trained with.

@@ -44,7 +44,7 @@ class Comparison:
 
 
 def pair_up(ours: Sequence[Trajectory], theirs: Sequence[Trajectory]) -> list[Comparison]:
-    """Pair each of our answers with the other model's answer of the same prompt and index.
+    """Pair each of our answers with the other model's answer with the same prompt and index.
 
     If the other model has only one answer to a prompt, that answer is paired with all of ours. A
     pair with a failed answer gets that answer's error.

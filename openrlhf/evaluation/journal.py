@@ -13,13 +13,13 @@ from openrlhf.files import write_atomically
 from openrlhf.observability.run_folder import json_line, set_aside
 from openrlhf.reporting import notice
 
-REQUEST = "request, before its rows were rendered"  # additional key of a record
+REQUEST = "request, before its rows were rendered"  # additional key in a record
 
 
 def start_of_request(final: Path, request: str) -> FirstStart:
-    """Return the first start of the command that is writing or wrote the final file.
+    """Return the first start of the command that is writing, or wrote, the final file.
 
-    Returns the start of this command if there is no such command, or if it completed a different
+    Returns the start of this command if no other command did, or if it completed a different
     request.
     """
     for begun in (part_of(final), record_of(final)):
@@ -51,8 +51,8 @@ class Journal:
     """Partial results by row number, in a file beside the final file.
 
     The first line is the command's identity. Every other line contains a row number and the row's
-    whole result, so a row is either complete or absent. A last line that was truncated by a kill is
-    dropped. At the end, the identity and the request are kept in a record beside the final file.
+    complete result, so a row is either complete or absent. A last line that was truncated by a kill
+    is dropped. At the end, the identity and the request are kept in a record beside the final file.
 
     If the final file was written by a command with a different identity, it is moved aside. Raises
     DataError if the final file has the same identity or no record, or if the journal has a

@@ -13,8 +13,8 @@ class Asked:
 
     question: Any
     answer: Any
-    # False if other code in the process sent the question during the call; it may or may not belong
-    # to the call
+    # False if other code in the process asked during the call; the question may not belong to the
+    # call
     own: bool
 
 

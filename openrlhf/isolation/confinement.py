@@ -1,4 +1,4 @@
-"""Restrictions on processes that run untrusted code, and cleanup of all their descendants.
+"""Restricts processes that run untrusted code, and cleans up all their descendants.
 
 User processes and sandboxed programs use this module, which needs only the standard library and
 Linux system calls that require no privileges. A restriction is permanent for the calling process
@@ -106,7 +106,7 @@ def _enter_user_namespace() -> None:
 
 
 def capabilities() -> set[int]:
-    """Return the numbers of this process's permitted capabilities."""
+    """Return the capabilities that this process is permitted to use, as capability numbers."""
     status = Path("/proc/self/status").read_text()
     bits = int(status.partition("CapPrm:")[2].split()[0], 16)
     return {number for number in range(64) if bits >> number & 1}

@@ -337,7 +337,7 @@ class UserProcess:
             loop.call_later(END_S, self._writer.transport.abort)
 
     async def close(self, why: UserCodeError) -> None:
-        """Kill the process and wait until it has ended. Its running calls raise `why`."""
+        """Kill the process and wait until it has ended. The process's running calls raise `why`."""
         self._ending, self.retiring = why, True
         if self._connected:
             with suppress(UserCodeError):

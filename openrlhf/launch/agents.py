@@ -1,4 +1,4 @@
-"""Construction of the user's agents, and their check at startup."""
+"""Creates the user's agents, and checks them at startup."""
 
 import asyncio
 from contextlib import closing

@@ -72,7 +72,7 @@ FLAGS: dict[str, list[str]] = {
         "reward.weights",
     ],
 }
-# The --data.* flags that select rows. They are left out of a request's hash, which covers the rows
+# The --data.* flags that select rows. A request's hash omits them, because it covers the rows
 # themselves.
 ROW_FLAGS = ("dataset", "dataset_split", "dataset_probs", "dataloader_num_workers")
 
@@ -158,7 +158,7 @@ def inference_identity(config: BatchInferenceConfig, prompts: Sequence[Prompt]) 
 def request_identity(
     config: BatchInferenceConfig, rows: Table, tokenizer: PreTrainedTokenizerBase
 ) -> str:
-    """Return a hash of a batch inference request, computed before its rows are rendered.
+    """Return a hash of a batch inference request before its rows are rendered.
 
     The hash covers the flags, the stored rows and the models.
     """

@@ -1,4 +1,4 @@
-"""Startup check of the micro-batch sizes of an RL run.
+"""Checks an RL run's micro-batch sizes at startup.
 
 A forward pass with a single sample leaves most of a device idle.
 """

@@ -1,4 +1,4 @@
-"""Parser of pipeline files, which contain settings and stages.
+"""Parses pipeline files, which contain settings and stages.
 
 A file has two YAML documents. The first one has `settings`: values that differ between machines,
 grouped under a name for each kind of machine. The second one has `stages` and is a Jinja2 template,

@@ -1,4 +1,4 @@
-"""Computation of Σ log π_ref of the answers in every row, only once (--ref.precompute).
+"""Computes Σ log π_ref of the answers in every row, only once (--ref.precompute).
 
 The sums are stored in a file beside the checkpoints.
 """

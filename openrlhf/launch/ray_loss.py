@@ -1,4 +1,4 @@
-"""Shutdown or restart of a command whose Ray cluster has died.
+"""Ends or restarts a command whose Ray cluster has died.
 
 Any further Ray call could then kill this process (`cluster/ray_watch.py`), so the main thread is
 blocked. The thread that detected the failure exits the process, or replaces it with the same

@@ -1,4 +1,4 @@
-"""Checks before an RL run loads its models, and the construction of the run."""
+"""Checks an RL run before its models are loaded, and creates the run."""
 
 import os
 from collections.abc import Callable, Iterable

@@ -1,4 +1,4 @@
-"""Check of the --rollout.replay_dir folder before models are loaded."""
+"""Checks the --rollout.replay_dir folder before models are loaded."""
 
 from openrlhf.checkpoints.manifest import differences
 from openrlhf.config.ppo import PPOConfig
@@ -25,9 +25,9 @@ def start_of_episodes(config: PPOConfig) -> FirstStart:
 def replay_folder(config: PPOConfig, data: PromptData, *, done: int) -> EpisodeFolder | None:
     """Return the checked folder of --rollout.replay_dir, or None if the flag is not set.
 
-    The run has completed `done` steps. Reads the first line of each file and the whole file of the
-    next step. Raises DataError if the folder has no episodes, lacks a step, or was written by a run
-    with different prompts or samples.
+    The run has completed `done` steps. Reads the first line of each file and the complete file of
+    the next step. Raises DataError if the folder has no episodes, lacks a step, or was written by a
+    run with different prompts or samples.
     """
     if not config.rollout.replay_dir:
         return None

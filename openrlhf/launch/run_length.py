@@ -1,4 +1,4 @@
-"""Startup check of the number of optimizer steps."""
+"""Checks at startup whether a run has enough optimizer steps."""
 
 import math
 

@@ -29,7 +29,7 @@ ENGINE_PROBE_TOKENS = 8  # tokens sampled per prompt to compare the engines with
 # The largest mean difference between log-probabilities, in nats, that rounding can explain.
 FP32_TOLERANCE = 0.01
 BF16_TOLERANCE = 0.2
-# substrings of the configuration keys for the rates of dropout and router jitter
+# substrings of the configuration keys that set dropout and router jitter rates
 RANDOM_LAYERS = ("dropout", "pdrop", "jitter")
 
 
@@ -105,7 +105,8 @@ def judge_spec(config: SamplingCommand, path: str) -> LoadSpec:
 def attention_length_of(worker: RoleSettings | RewardModelSettings) -> int | None:
     """Return the length in tokens at which attention costs as much as the rest of a role's model.
 
-    Returns None for linear costs. The first of several reward models decides.
+    Returns None if costs are linear in the length. If there are several reward models, the first
+    one is used.
     """
     if isinstance(worker, RoleSettings):
         load = worker.load

@@ -1,4 +1,4 @@
-"""Startup of an RL run.
+"""Starts an RL run.
 
 Libraries are imported while Ray and the processes start; doing one after the other would take ten
 seconds.

@@ -38,7 +38,7 @@ class Decoded:
     """The last hidden states of a flat batch: those that this rank has computed."""
 
     states: Float[Tensor, "n H"]
-    num_tokens: int  # N, the number of tokens in the whole batch
+    num_tokens: int  # N, the number of tokens in the entire batch
     aux_loss: Tensor | None = None  # the load-balancing loss, if it is computed
     ring: Ring | None = None
     # The states' positions in the batch, in ascending order, or None if this rank has all states.
@@ -139,7 +139,7 @@ class HeadedModel(nn.Module):
         """Return the common prefixes that this model computes once for several sequences.
 
         Returns None if sequences are padded or share little, or if a non-attention layer must see
-        whole sequences.
+        entire sequences.
         """
         config: Any = self.hf.get_decoder().config
         supported = config._attn_implementation in (packed_attention.NAME, packed_attention.FLASH)

@@ -1,10 +1,10 @@
-"""The compute of a sequence, as a function of its length.
+"""The computing cost of a sequence as a function of its length.
 
-A token's pass through a decoder with N weights takes 2·N operations for the products with weights
-and 2·L·d·n for causal attention over a sequence of n tokens, with L layers and d channels in all
-heads of a layer (Kaplan et al. 2020, table 1, arXiv:2001.08361). A sequence therefore costs
-2·n·(N + L·d·n), which is proportional to n·(A + n) with A = N / (L·d). The backward pass costs
-twice as much, and gradient checkpointing another forward pass, for both terms.
+In a decoder with N weights, L layers and d channels per layer (over all heads), a token in a
+sequence of n tokens takes 2·N operations for products with weights and 2·L·d·n for causal attention
+(Kaplan et al. 2020, table 1, arXiv:2001.08361). A sequence therefore costs 2·n·(N + L·d·n), which
+is proportional to n·(A + n) with A = N / (L·d). Both terms are twice as large in the backward pass,
+and gradient checkpointing adds another forward pass.
 """
 
 from typing import Any
@@ -15,9 +15,9 @@ from transformers import PretrainedConfig
 def attention_length(config: PretrainedConfig) -> int | None:
     """Return A, the length in tokens at which attention costs as much as products with weights.
 
-    N counts the weights that a token uses: its experts, and the output layer. Only layers with full
-    attention count as layers with attention; windows and linear attention cost the same for every
-    token. Returns None if no layer has full attention, so that the cost is linear.
+    N counts the weights that a token uses: its experts, and the output layer. L counts only layers
+    with full attention, because sliding windows and linear attention cost the same for every token.
+    Returns None if no layer has full attention; the cost is then linear.
     """
     text: Any = config.get_text_config()
 
@@ -25,7 +25,7 @@ def attention_length(config: PretrainedConfig) -> int | None:
         value = getattr(text, name, None)
         if isinstance(value, int) and value > 0:
             return value
-        return default  # unknown to this architecture, or different in each layer
+        return default  # the setting is missing, or differs between layers
 
     hidden, layers = number("hidden_size", 0), number("num_hidden_layers", 0)
     heads = number("num_attention_heads", 0)

@@ -1,4 +1,4 @@
-"""Loading of Transformers models with the dtype, attention and adapters from the flags."""
+"""Loads Transformers models with the dtype, attention and adapters from the flags."""
 
 import os
 from collections.abc import Iterator
@@ -196,7 +196,7 @@ def _rope(config: Any) -> tuple[str, int | None]:
     If layer types have different scalings, `dynamic` takes precedence.
     """
     stored = config.get_text_config().to_dict()
-    # The parameters of the whole model, or one entry per layer type.
+    # The parameters of the entire model, or one entry per layer type.
     parameters = stored.get("rope_parameters") or {}
     entries = [entry for entry in (parameters, *parameters.values()) if isinstance(entry, dict)]
     scalings = {entry.get("rope_type", "default") for entry in entries} - {"default"}

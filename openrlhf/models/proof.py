@@ -232,7 +232,7 @@ def _differentiate(hf: PreTrainedModel, forward: Callable[[], Tensor]) -> tuple[
 
 
 def _joined(gradient: Tensor, row: RingRow) -> Tensor:
-    """Return a whole row's gradient, given this rank's part of it. Collective over the ring."""
+    """Assemble a row's gradient from the parts of all ranks. Collective over the ring."""
     padded = gradient.new_zeros(row.num_tokens + row.padding, gradient.shape[-1])
     padded[row.places(gradient.device)] = gradient
     return row.ring.sum(padded)[: row.num_tokens]

@@ -3,7 +3,7 @@
 Each rank holds a part of the row. Keys and values travel around the ring, moving to the next rank
 in each round, and every rank attends from its own tokens to the keys that it currently holds.
 Partial results are combined by their log-sum-exp, so no rank ever holds the scores or keys of the
-whole row.
+entire row.
 
 Liu et al. 2023, arXiv:2310.01889. The row is cut into 2·size chunks, and rank r holds chunks r and
 2·size − 1 − r, so that a long document costs the same on every rank.

@@ -2,7 +2,7 @@
 
 Samples of the same prompt have a common prefix. In a causal model, a token's states depend only on
 the tokens up to it. The layers therefore process each distinct prefix once, and only attention sees
-whole sequences.
+entire sequences.
 """
 
 from collections.abc import Callable
@@ -66,8 +66,9 @@ class SharedPrefixes:
 def sharing(attend: Callable[..., tuple[Tensor, Any]]) -> Callable[..., tuple[Tensor, Any]]:
     """Return a Transformers attention function that also accepts rows with shared prefixes.
 
-    The returned function expands a row with shared prefixes and attends in the whole row. It raises
-    ValueError for an unknown tensor argument, which may determine what a token attends to.
+    The returned function expands a row with shared prefixes, and computes attention over the
+    expanded row. It raises ValueError for an unknown tensor argument, which may determine what a
+    token attends to.
     """
 
     @wraps(attend)

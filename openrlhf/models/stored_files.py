@@ -1,4 +1,4 @@
-"""Writing of model and generation configurations that Transformers refuses to write.
+"""Writes model and generation configurations that Transformers refuses to write.
 
 Transformers refuses to write some values that it can read: sampling values without `do_sample`, or
 generation values in config.json. A run must not lose its weights to such an error, so these files

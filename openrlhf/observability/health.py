@@ -42,8 +42,8 @@ Shape = Literal[
 class Rule:
     """A problem, the metrics that reveal it, and the shape of their curves in an affected run.
 
-    `metric` is a regular expression that must match the whole name. The rule applies if the latest
-    `points` of a curve (0: the whole curve) have the shape `looks`; `holds` defines how each shape
+    `metric` is a regular expression that must match the full name. The rule applies if the latest
+    `points` of a curve (0: the entire curve) have the shape `looks`; `holds` defines how each shape
     uses the limit, which is `limit` plus `of_start` times the first value of the curve. Curves with
     fewer than `least` points are not checked. With `at_end`, the rule is checked only when the run
     ends.

@@ -1,4 +1,4 @@
-"""Reduction of logged metrics over micro-batches and ranks.
+"""Reduces logged metrics over micro-batches and ranks.
 
 A worker reports a `dict[str, Metric]`. `merge_all` merges these dicts, whose keys may differ, and
 `values` returns the floats to log. `glossary.toml` defines each name.

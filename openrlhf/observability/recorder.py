@@ -1,4 +1,4 @@
-"""Logging of a run's metrics and samples to the run folder, the trackers and the terminal."""
+"""Logs a run's metrics and samples to the run folder, the trackers and the terminal."""
 
 import os
 import threading

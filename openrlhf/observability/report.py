@@ -267,7 +267,7 @@ def compare(runs: Mapping[str, Series]) -> list[Panel]:
 
 
 def _matching(pattern: str, names: Iterable[str]) -> list[str]:
-    """Return the sorted names that match the whole pattern."""
+    """Return the names that match the pattern in full, sorted."""
     return [name for name in sorted(names) if re.fullmatch(pattern, name)]
 
 

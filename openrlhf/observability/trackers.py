@@ -24,7 +24,7 @@ from openrlhf.reporting import warn
 
 SAMPLES_NAME = "train/generated_samples"
 WANDB_KEY_LENGTH = 40  # a shorter --logger.wandb.key selects this machine's W&B login
-WANDB_SAMPLE_ROWS = 200  # limited, because the whole W&B table is uploaded each time it grows
+WANDB_SAMPLE_ROWS = 200  # limited, because the entire W&B table is uploaded each time it grows
 
 
 class Trackers:

@@ -43,7 +43,7 @@ VALUE = "__value_{}"
 
 
 class Other:
-    """A program's value that is not plain data: it equals nothing, and only its truth is known."""
+    """A value that is not plain data: it equals no other value; only its truth value is known."""
 
     def __init__(self, true: bool) -> None:
         self.true = true

@@ -1,4 +1,4 @@
-"""Limit on the fraction of failed episodes in a batch. The run stops if a batch exceeds it."""
+"""Limits the fraction of failed episodes in a batch. A run stops if a batch exceeds the limit."""
 
 from collections.abc import Sequence
 

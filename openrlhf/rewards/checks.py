@@ -74,7 +74,7 @@ def label_text(label: Any) -> str:
 
 
 def grade_format(response: str, label: Any) -> float:
-    """Return 1.0 if the whole response matches the label, else 0.0.
+    """Return 1.0 if the entire response matches the label, else 0.0.
 
     The label is a regular expression in which `.` also matches line breaks. An empty label requires
     a single `<think>…</think>` block followed by an answer; the prompt may already end with the

@@ -1,7 +1,7 @@
-"""Grading of math answers: string rules first, then math-verify.
+"""Grades math answers: string rules first, then math-verify.
 
 `grade_answer` compares two answers with the rules that reward functions written for OpenRLHF rely
-on; `grade_math` grades a whole response. An unusual answer such as 9^{9^9} takes seconds, so both
+on; `grade_math` grades a full response. An unusual answer such as 9^{9^9} takes seconds, so both
 functions must run in a user process. A user process calls functions in its main thread, as
 math-verify's signal-based timeout requires.
 """
@@ -21,7 +21,7 @@ SYMBOLIC_SECONDS = 5  # time limit of each call to math-verify
 # Maximum length in characters. Longer answers are not parsed, so that grading a rambling policy
 # stays cheap.
 LONGEST_ANSWER = 1000
-logging.getLogger("math_verify").setLevel(logging.ERROR)  # its warnings repeat the whole response
+logging.getLogger("math_verify").setLevel(logging.ERROR)  # its warnings repeat the full response
 
 TABLES = toml_beside(__file__)
 SPELLING_RULES = TABLES["signs"] + TABLES["spelling"]

@@ -1,4 +1,4 @@
-"""Trial of a reward before training.
+"""Tries a reward before training.
 
 Labels serve as correct answers, and the labels of other rows as wrong answers. Requests are built
 as in a run, so a reward that looks for the eos token finds it in the trial too.

@@ -133,8 +133,8 @@ def read_rewards(returned: Any, count: int) -> list[RewardResult]:
     """Convert a reward function's return value for `count` samples to one result per sample.
 
     The expected value is {"rewards": numbers, "scores": numbers, "extra_logs": {name: numbers}}, or
-    just the rewards. Scores default to the rewards. Raises ValueError, which quotes all other
-    values.
+    just the rewards. Scores default to the rewards. Raises ValueError for any other value, which
+    the message quotes.
     """
     problems: list[str] = []
 

@@ -3,7 +3,7 @@
 User code selects these servers by name. The process that starts user processes stores the names and
 URLs in its environment, which user processes inherit.
 
-The `openai` client is not used: its timeout limits each read instead of a whole attempt, it does
+The `openai` client is not used: its timeout limits each read instead of the entire attempt, it does
 not support URLs with query parameters, and importing it takes 0.8 s of CPU time per user process.
 """
 

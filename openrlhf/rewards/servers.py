@@ -34,7 +34,7 @@ class ServerError(RuntimeError):
 class _Server:
     url: str
     in_flight: int = 0
-    sent: int = 0  # number of requests sent so far
+    sent: int = 0  # number of requests sent to it so far
     pause: float = 0.0  # seconds of the last backoff; 0 after a response
     rests_until: float = 0.0  # end of the backoff, by the monotonic clock
 

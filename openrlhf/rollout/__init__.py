@@ -1,1 +1,1 @@
-"""Generation of rewarded trajectories from prompts: engines, routing, and the generator."""
+"""Generates rewarded trajectories from prompts: engines, routing, and the generator."""

@@ -1,4 +1,4 @@
-"""Validation of `--vllm.engine_args` by vLLM itself: argument names and value types.
+"""Lets vLLM itself validate the argument names and value types in `--vllm.engine_args`.
 
 The check takes 5 s. It runs in a separate process, because importing vLLM changes the environment,
 which later processes would inherit.

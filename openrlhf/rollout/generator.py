@@ -171,7 +171,7 @@ Generate = Callable[
 
 
 class Agents(Protocol):
-    """Agents that run whole episodes instead of single samples, using `generate`."""
+    """Agents that run entire episodes instead of single samples, using `generate`."""
 
     async def play(self, prompt: Prompt, spec: SamplingSpec, generate: Generate) -> Group:
         """Run one episode for each sample of the prompt, and return them, including failed ones."""

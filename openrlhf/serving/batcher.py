@@ -1,4 +1,4 @@
-"""Batching of concurrent requests, independent of HTTP and models."""
+"""Groups concurrent requests into batches, independently of HTTP and models."""
 
 import asyncio
 from collections import deque
@@ -23,10 +23,10 @@ class _Request(NamedTuple):
 class Batcher:
     """Batches concurrent requests: requests that arrive while `score` is busy share the next batch.
 
-    A batch takes whole requests in arrival order: at least one request, and no more than fit into
-    `max_tokens`. An idle batcher waits up to `max_wait` seconds until as many requests have arrived
-    as were in the last batch. Clients that send requests in lockstep therefore stay in one batch,
-    and a single client never waits. `score` runs in its own thread.
+    A batch takes complete requests in arrival order: at least one request, and no more than fit
+    into `max_tokens`. An idle batcher waits up to `max_wait` seconds until as many requests have
+    arrived as were in the last batch. Clients that send requests in lockstep therefore stay in one
+    batch, and a single client never waits. `score` runs in its own thread.
     """
 
     def __init__(

@@ -25,7 +25,7 @@ def raise_connection_limit() -> int:
 class Connection(H11Protocol):
     """A connection that is closed if its client takes too long to send a request.
 
-    The whole request, both headers and body, must arrive within `request_timeout_s`. At the
+    The entire request, both headers and body, must arrive within `request_timeout_s`. At the
     connection limit, a new connection replaces the one that has waited longest for its client.
     Connections waiting for a response are never dropped. If all connections are waiting for a
     response, new requests get status 503.

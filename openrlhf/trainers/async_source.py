@@ -174,7 +174,7 @@ class AsyncSource(Source):
 
     @property
     def _has_lost_too_many(self) -> bool:
-        """True if so many finished samples have failed that the training loop is bound to raise.
+        """True if enough finished samples have failed that the training loop is certain to raise.
 
         In that case, no further prompts are drawn.
         """

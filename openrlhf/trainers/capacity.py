@@ -74,7 +74,7 @@ class Capacity:
         return sorted({*kept, *rejected})
 
     def _would_be_too_old(self, left: Sequence[Held], version: int) -> bool:
-        """Return whether the step must wait for an unfinished prompt, so that none gets too old."""
+        """Return whether the step must wait for an unfinished prompt that would become too old."""
         if all(each.finished for each in left):
             return False
         for place, each in enumerate(left):

@@ -1,4 +1,4 @@
-"""Conversion of episodes into a training batch: forward passes in workers, then pure functions."""
+"""Converts episodes into a training batch: forward passes in workers, then pure functions."""
 
 from collections import Counter
 from collections.abc import Sequence
@@ -153,7 +153,7 @@ class ExperienceMaker:
         estimator = ADVANTAGE_ESTIMATORS[advantage.estimator]
         names = ("token_rewards", "advantages", "returns")
         columns = {name: torch.zeros(experience.num_tokens) for name in names}
-        # Estimators that compare whole samples ignore the rewards of individual turns.
+        # Estimators that compare entire samples ignore the rewards of individual turns.
         turns = None if estimator.traits.per_episode else experience.turn_rewards
         row_of_token = experience.sample_of_token()
         for block in experience.blocks():  # rows of similar lengths

@@ -1,4 +1,4 @@
-"""Update of the critic and the policy on a batch with advantages."""
+"""Updates the critic and the policy on a batch with advantages."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -69,7 +69,7 @@ class ModelUpdate:
     def _plan(
         self, experience: Experience, workers: WorkerGroup, step: int
     ) -> Sequence[RankUpdate]:
-        """Return the rows of each of the workers' data slices for every optimizer step."""
+        """Return the rows of every optimizer step for each of the workers' data slices."""
         train = self.config.train
         return plan_update(
             row_costs(experience.lengths.tolist(), workers.attention_length),

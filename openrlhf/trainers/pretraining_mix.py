@@ -38,7 +38,7 @@ class PretrainingMix:
     def for_ranks(
         self, optimizer_steps: Sequence[int], ranks: int, *, attention_length: int | None = None
     ) -> list[list[TokenRows]]:
-        """Return each rank's rows, as one batch per optimizer step, with similar `row_costs`.
+        """Return a batch per optimizer step for each rank; the ranks' `row_costs` are similar.
 
         A rank that would have no rows gets one row whose loss mask is all false.
         """

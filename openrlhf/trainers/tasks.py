@@ -124,7 +124,7 @@ class OfflineTask(ABC, Generic[Config, Row, Micro]):
 
         The first pass processes all micro-batches of the step before the first loss. Returns the
         micro-batch, optionally with more columns (log-probabilities of a frozen model), and a dict
-        of numbers. These numbers are summed over the whole window and all ranks, and passed to
+        of numbers. These numbers are summed over the entire window and all ranks, and passed to
         `loss` in `totals`. Every micro-batch must run the same forward passes, because forward
         passes are collective under ZeRO 3.
         """
@@ -182,7 +182,7 @@ class OfflineTask(ABC, Generic[Config, Row, Micro]):
         return getattr(self.config.data, "input_key", None)
 
     def look_at_rows(self, train_rows: Rows) -> list[Finding]:
-        """Return findings about the training rows as a whole. By default there are none."""
+        """Return findings about the training rows as a whole. By default, there are no findings."""
         return []
 
     def measured_rows(self, train_rows: Rows) -> Any:

@@ -1,4 +1,4 @@
-"""Assignment of rows to ranks and optimizer steps.
+"""Assigns rows to ranks and optimizer steps.
 
 The assignment is computed for all ranks before any rows are sent. The set of rows in an optimizer
 step does not depend on the number of ranks; only their assignment to ranks does.
@@ -33,9 +33,9 @@ def plan_update(
 ) -> list[RankUpdate]:
     """Split rows into optimizer steps of `batch_size` episodes, balanced over the ranks.
 
-    `costs` has the relative compute of each row (`row_costs`). `episodes` has the number of each
-    row's episode; by default, every row is its own episode. An episode's rows are in the same step.
-    Each epoch is reshuffled. The rows left over after full batches form a last, smaller step,
+    `costs` has the relative compute of each row (`row_costs`). `episodes` has the index of each
+    row's episode; by default, every row is a separate episode. An episode's rows are in the same
+    step. Each epoch is reshuffled. The rows left over after full batches form a last, smaller step,
     because they were generated at full cost. The plan depends only on the arguments.
     """
     generator = torch.Generator().manual_seed(seed)

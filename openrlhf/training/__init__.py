@@ -1,1 +1,1 @@
-"""Training of a model on several ranks: layout, DeepSpeed engine, optimizer step, optimizers."""
+"""Trains a model on several ranks: layout, DeepSpeed engine, optimizer step, optimizers."""

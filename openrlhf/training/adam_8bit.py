@@ -8,8 +8,8 @@ import torch
 from bitsandbytes.optim.adamw import AdamW8bit
 from torch import Tensor
 
-BLOCK = 256  # moments with one scale, in bitsandbytes
-# On a CPU, bitsandbytes converts all moments of a tensor to float32 at once.
+BLOCK = 256  # number of moments that share a scale in bitsandbytes
+# Moments per chunk. On a CPU, bitsandbytes would convert all moments of a tensor at once.
 CPU_CHUNK = 4096 * BLOCK
 # States with one element per weight, and states with one element per block.
 MOMENTS = ("state1", "state2")
@@ -19,8 +19,8 @@ SCALES = ("absmax1", "absmax2")
 class Adam8bit(AdamW8bit):
     """AdamW with 8-bit moments for the groups with `is_8bit`, and 32-bit moments for all others.
 
-    The groups decide instead of the number of elements, as in bitsandbytes, because ZeRO makes one
-    flat tensor of all weights of a group.
+    In bitsandbytes, the size of a tensor determines which moments it gets. Here, the group
+    determines it, because ZeRO merges all weights of a group into one flat tensor.
 
     Dettmers et al. 2021, arXiv:2110.02861
     """
@@ -35,7 +35,7 @@ class Adam8bit(AdamW8bit):
 
     @torch.no_grad()
     def update_step(self, group: dict[str, Any], p: Tensor, gindex: int, pindex: int) -> None:
-        """Update a parameter; on a CPU chunk by chunk, which saves memory."""
+        """Update a parameter. On a CPU, this is done in chunks, which saves memory."""
         if p.device.type != "cpu":
             super().update_step(group, p, gindex, pindex)
             return

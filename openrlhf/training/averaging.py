@@ -25,7 +25,7 @@ class WeightAverage:
     """p̄ ← β·p̄ + (1 − β)·p for every trained weight, in float32, starting at the current weights.
 
     In bfloat16 training, the float32 master weights are averaged. With ZeRO 3, each rank averages
-    its own shards; otherwise, rank 0 averages the whole weights.
+    its own shards; otherwise, rank 0 averages the complete weights.
     """
 
     def __init__(self, module: nn.Module, strategy: Strategy, beta: float) -> None:
@@ -97,7 +97,7 @@ class WeightAverage:
     def whole_weights(self) -> dict[str, Tensor]:
         """The averaged weights, keyed by parameter name in the Transformers model.
 
-        Empty with ZeRO 3, where no rank has whole weights.
+        Empty with ZeRO 3, because every rank has only shards.
         """
         if self.sharded:
             return {}
@@ -121,7 +121,7 @@ class WeightAverage:
             self._load_resharded(Zero3Files(file.parent))
         elif file.exists():
             self.averages = torch.load(file)
-        # Rank 0 decides for all ranks, because copying whole master weights is collective.
+        # Rank 0 decides for all ranks, because gathering the master weights is collective.
         if self.strategy.broadcast(file.exists()):
             return
         if self.averages:

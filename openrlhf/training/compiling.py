@@ -11,7 +11,7 @@ from pathlib import Path
 
 from openrlhf.reporting import notice
 
-TURNS = ".openrlhf.lock"  # file in torch's folder that the compiling process locks
+TURNS = ".openrlhf.lock"  # a process locks this file, in torch's folder, while it compiles
 
 
 @contextmanager
@@ -19,8 +19,8 @@ def compiling() -> Iterator[None]:
     """Let only this process compile operators until the block exits.
 
     During a compilation, torch keeps a file named `lock` in the operator's folder, and other
-    processes wait until the file is gone. A process that is killed leaves the file behind, and
-    all later runs would wait forever. Abandoned files are therefore removed first.
+    processes wait until this file is gone. If the compiling process is killed, the file remains,
+    and every later run would wait forever. Abandoned lock files are therefore removed first.
     """
     from torch.utils.cpp_extension import get_default_build_root  # slow to import
 
@@ -40,7 +40,7 @@ def compiling() -> Iterator[None]:
 
 
 def is_abandoned(lock: Path) -> bool:
-    """Return whether no process on this machine has the file open, which only Linux can tell.
+    """Return whether no process on this machine has the file open. Always False outside Linux.
 
     A compiling process has its lock file open. Returns False for another user's file, because that
     user's open files are not visible.

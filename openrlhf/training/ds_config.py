@@ -42,7 +42,7 @@ def inference_config(ds: DeepSpeedConfig, *, offload: bool = False) -> dict[str,
 def _common_config(ds: DeepSpeedConfig) -> dict[str, Any]:
     parallel: dict[str, Any] = {}
     if ds.tensor_parallel_size > 1:
-        # The output head stays whole, because it computes log-probabilities chunk by chunk.
+        # The output head is not sharded, because it computes log-probabilities chunk by chunk.
         parallel["tensor_parallel"] = {
             "autotp_size": ds.tensor_parallel_size,
             "vocab_parallel_lm_head": False,

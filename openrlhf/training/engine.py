@@ -178,7 +178,8 @@ class TrainEngine:
         """Free gathered weights that ZeRO 3 keeps between uses, including prefetched ones."""
         if self.sharded:
             self.engine.optimizer.empty_partition_cache()
-            self.engine.optimizer.invalidate_secondary_tensor()  # the copy of --ds.zpg
+            # the second copy of the weights (--ds.zpg)
+            self.engine.optimizer.invalidate_secondary_tensor()
 
     def optimize(
         self,

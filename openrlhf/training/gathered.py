@@ -1,4 +1,4 @@
-"""Whole parameters of a model in training, gathered from the ranks bucket by bucket.
+"""Gathers the full parameters of a model in training from the ranks, bucket by bucket.
 
 Parameters are named as in the Transformers model. The generators are collective. The tensors of a
 bucket are valid until the next bucket is requested.

@@ -14,8 +14,8 @@ from openrlhf.config.shared import DeepSpeedConfig
 class RankLayout:
     """The numbers of data slices (`dp`), ranks per sequence (`sp`) and ranks per weight (`tp`).
 
-    Consecutive ranks split a weight, and consecutive groups of such ranks split a sequence, so that
-    the heaviest communication stays on one node.
+    Consecutive ranks split a weight, and consecutive groups of these ranks split a sequence, so
+    that the heaviest communication stays on one node.
 
     Example with dp 2, sp 1, tp 2: ranks 0 and 1 work on slice 0, ranks 2 and 3 on slice 1. Ranks 0
     and 2 have the same half of the weights and sum their gradients.

@@ -112,7 +112,7 @@ def own_span(parameter: Any) -> slice:
 
 
 def own_part(parameter: nn.Parameter, whole: Tensor) -> Tensor:
-    """Return this rank's part, flattened, of a tensor with the whole weight's shape."""
+    """Return this rank's part of a tensor with the unsharded weight's shape, flattened."""
     return tensor_parallel.part_of(parameter, whole).flatten()[own_span(parameter)]
 
 

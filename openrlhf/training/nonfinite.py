@@ -1,4 +1,4 @@
-"""Diagnosis of optimizer steps whose loss or gradient is NaN or infinite."""
+"""Diagnoses optimizer steps whose loss or gradient is NaN or infinite."""
 
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager

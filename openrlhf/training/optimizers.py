@@ -67,7 +67,7 @@ def adamw_in_cpu_memory(groups: list[dict[str, Any]], settings: OptimizerConfig)
 
 @OPTIMIZERS.register("muon")
 def muon(groups: list[dict[str, Any]], settings: OptimizerConfig) -> Optimizer:
-    """Return Muon for the groups of matrices, and AdamW for all other parameters."""
+    """Return an optimizer with Muon for matrices and AdamW for all other parameters."""
     adam = settings.adam
     for group in groups:
         if group["is_muon"]:
@@ -107,11 +107,12 @@ def make_optimizer(
 def parameter_groups(
     module: nn.Module, weight_decay: float, optim: str = "adam"
 ) -> list[dict[str, Any]]:
-    """Return the parameter groups of trained parameters with and without weight decay.
+    """Divide the trained parameters into groups with and without weight decay.
 
-    The weights that an optimizer treats specially are the first group, and each group then has an
-    entry for it: `is_muon` for the matrices of hidden layers with muon, `is_8bit` for the weights
-    with 8-bit moments with adam_8bit. Empty groups are omitted, because schedulers fail on them.
+    If the optimizer treats some weights differently, these form the first group, and an entry of
+    each group marks them: with `muon`, `is_muon` marks the matrices of hidden layers; with
+    `adam_8bit`, `is_8bit` marks the weights with 8-bit moments. Empty groups are omitted, because
+    schedulers fail on them.
     """
     entry = ""
     special: set[nn.Parameter] = set()

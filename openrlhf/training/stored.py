@@ -1,4 +1,4 @@
-"""Reading a model's weights in the precision of its files, one tensor at a time."""
+"""Reads a model's weights in the precision of its files, one tensor at a time."""
 
 import copy
 from collections.abc import Callable, Iterator

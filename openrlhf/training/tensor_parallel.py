@@ -86,7 +86,7 @@ def adapters_visible() -> Iterator[None]:
 
 
 def split_shape(parameter: Tensor, shape: tuple[int, ...]) -> tuple[int, ...]:
-    """Return the shape of the whole weight, given the shape of this rank's part."""
+    """Return the shape of the unsplit weight, given the shape of this rank's part."""
     split = _split(parameter)
     if split is None:
         return shape
@@ -112,7 +112,7 @@ def part_of(parameter: Any, whole: Tensor) -> Tensor:
 
 
 def _split(parameter: Any) -> dict[str, Any] | None:
-    """Return AutoTP's description of a split parameter, or None for a whole parameter."""
+    """Return AutoTP's description of a split parameter, or None if it is not split."""
     if not getattr(parameter, "tensor_model_parallel", False):
         return None
     return parameter.ds_autotp_universal_checkpoint_meta

@@ -68,7 +68,7 @@ def _convert(directory: Path, tag: str, copy: str) -> None:
 def _run_converter(directory: Path, tag: str, copy: str) -> str:
     """Run DeepSpeed's converter in a separate process, which frees its memory when it exits.
 
-    Returns the end of the error output, or nothing if the conversion succeeds.
+    Returns the end of the error output, or an empty string if the conversion succeeds.
     """
     # Use relative paths, because the converter treats paths as glob patterns and folder names may
     # contain brackets.

@@ -89,7 +89,7 @@ def merged(weight: nn.Parameter, layer: Any) -> Tensor:
 
 
 def dense(parameter: Any) -> Tensor:
-    """Return a whole parameter's values, dequantized if they are stored in 4 bits.
+    """Return a complete parameter's values, dequantized if they are stored in 4 bits.
 
     Collective for a weight that tensor parallelism splits.
     """
@@ -101,7 +101,7 @@ def dense(parameter: Any) -> Tensor:
 
 
 def full_shape(parameter: Tensor) -> tuple[int, ...]:
-    """Return the whole parameter's shape.
+    """Return the shape of the unsharded parameter.
 
     ZeRO 3 replaces the parameter with an empty placeholder, and tensor parallelism splits it.
     """

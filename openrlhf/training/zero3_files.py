@@ -1,8 +1,7 @@
-"""Whole tensors from the files of a ZeRO 3 checkpoint, which has a shard of each weight per rank.
+"""Joins the shards of a ZeRO 3 checkpoint, which has one shard of each weight per rank.
 
 DeepSpeed's converter expects every weight to be sharded over the data slices. With tensor
-parallelism, that holds for the weights that it splits; the other weights are sharded over all
-ranks.
+parallelism, this is true only of split weights; the other weights are sharded over all ranks.
 """
 
 import math
@@ -33,7 +32,7 @@ class Zero3Files:
         self.files = [file for _, file in sorted(by_place.items())]  # in the order of ranks
         _, last_split_rank = max(by_place)
         self.tp = last_split_rank + 1
-        # For each tensor-parallel rank and group of parameters: the shapes of its parts, by name.
+        # The shapes of the parts by name, for each tensor-parallel rank and parameter group.
         self.groups: list[list[dict[str, Any]]] = []
         self.shapes: list[dict[str, Any]] = []
         plan: dict[str, list[str]] = {}
@@ -46,7 +45,7 @@ class Zero3Files:
         self.is_replicated = _matcher(plan.get("tp_replicated_parameter_patterns", []))
 
     def whole(self, name: str, shards: Sequence[Tensor]) -> Tensor:
-        """Return a weight-shaped tensor, given the flat shards of all ranks, in order."""
+        """Join the flat shards of all ranks, in order, into a tensor with the weight's shape."""
         if self.tp == 1 or self.is_replicated(name):
             shape = self.shapes[0][name]
             if math.ceil(math.prod(shape) / len(shards)) < len(shards[0]):
@@ -59,7 +58,7 @@ class Zero3Files:
         return torch.cat(parts, dimension)
 
     def states(self, key: str) -> Iterator[tuple[str, Tensor]]:
-        """Yield the name of each trained weight, and one of its `STATES` as a whole tensor."""
+        """Yield each trained weight's name, and the joined tensor of one of its `STATES`."""
         optimizers = [_read(file)["optimizer_state_dict"] for file in self.files]
         for number in range(len(self.groups[0])):
             flats: list[Tensor] = []
@@ -71,7 +70,7 @@ class Zero3Files:
             yield from self._of_group(number, flats)
 
     def _of_group(self, number: int, flats: list[Tensor]) -> Iterator[tuple[str, Tensor]]:
-        """Yield the whole tensors of a group, in which all weights are sharded alike."""
+        """Yield the joined tensors of a group, whose weights are all sharded in the same way."""
         shards_per_weight = len(flats) // self.tp
         needed = 0
         for shape in self.groups[0][number].values():
@@ -103,12 +102,12 @@ class Zero3Files:
 
 
 def _matcher(patterns: Sequence[str]) -> Callable[[str], object]:
-    """Return a function that returns whether a name matches one of the patterns."""
+    """Return a function that matches a name against the patterns."""
     return re.compile("|".join(patterns) or "(?!)").match
 
 
 def _joined(shards: Sequence[Tensor], shape: Sequence[int]) -> Tensor:
-    """Return a tensor without the padding of its last shards."""
+    """Concatenate the shards, and drop the padding at the end."""
     return torch.cat(list(shards))[: math.prod(shape)].view(tuple(shape))
 
 

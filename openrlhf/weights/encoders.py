@@ -1,6 +1,6 @@
 """Encoders, which turn the policy's weights into a manifest's tensors.
 
-`workers.policy.PolicyWorker` creates two encoders: one for the whole model, and one for the adapter
+`workers.policy.PolicyWorker` creates two encoders: one for the full model, and one for the adapter
 that the engines serve. Publishing only changed weights would need a third encoder, a
 `WeightManifest` field that announces it, and a branch in `rollout.engine_worker` that loads it.
 """

@@ -148,7 +148,7 @@ class WeightPublisher:
     def _publish(self, receivers: Sequence[EngineProcess], version: int | None = None) -> None:
         """Send the weights as `version`, or as their current version if `version` is None.
 
-        A failed publication leaves no group behind, and no member that waits for a lost one.
+        After a failed publication, no group remains, and no member keeps waiting for a lost member.
         """
         try:
             if self.group is None or self.connected != receivers:

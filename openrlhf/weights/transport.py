@@ -30,9 +30,9 @@ from openrlhf.weights.manifest import PublicationError
 
 Transport = Literal["gloo", "nccl", "ipc"]
 
-ABANDONED = "abandoned"  # key in a group's store: a member was lost, so the others need not wait
-ABANDONED_CHECK_S = 1.0  # seconds between checks for this key
-ABANDON_TIMEOUT_S = 5  # seconds to wait for a connection to the store that gets this key
+ABANDONED = "abandoned"  # key in a group's store: a member was lost, so stop waiting
+ABANDONED_CHECK_S = 1.0  # seconds between checks of this key
+ABANDON_TIMEOUT_S = 5  # seconds to wait for a connection to the store when this key is set
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -92,7 +92,7 @@ class BroadcastChannel:
 def _nccl_backend(store: Store, group: WeightGroup, rank: int) -> Any:
     """Return an NCCL group without a watchdog.
 
-    An NCCL group's watchdog kills the whole process if a member is lost. A group created with
+    An NCCL group's watchdog kills the entire process if a member is lost. A group created with
     TORCH_NCCL_BLOCKING_WAIT has no watchdog: `wait` raises an error instead, including after the
     timeout. The process's other groups keep their watchdog, because blocking waits are slow.
     """
@@ -175,13 +175,13 @@ def _meet(group: WeightGroup, rank: int) -> Store:
 
 
 def abandon(group: WeightGroup) -> None:
-    """End the waits of the group's members, because one of them was lost."""
+    """Make the group's members stop waiting, because one of them was lost."""
     timeout = timedelta(seconds=ABANDON_TIMEOUT_S)
     try:
         tcp = join_store(group.host, group.port, timeout=timeout)
         PrefixStore(group.name, tcp).set(ABANDONED, "")
     except RuntimeError:
-        pass  # rank 0 hosts the store: without it, the waits have already failed
+        pass  # rank 0, which hosts the store, is gone, so the members' waits have already failed
 
 
 def _wait_for(store: Store, keys: list[str], group: WeightGroup) -> None:

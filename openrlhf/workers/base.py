@@ -38,15 +38,16 @@ class MicroBatchLimits:
     """The limits on the rows or tokens in one micro-batch.
 
     If `max_tokens` is set, `size` is ignored. A padded row costs as much as the longest row of its
-    micro-batch, so padded rows are grouped by length, and the longest rows come first. With a limit
-    on rows, packed rows keep their order, because a packed micro-batch of only long rows needs more
-    memory than a mixed one. With a limit on tokens, packed micro-batches have similar costs.
+    micro-batch, so padded rows are grouped by length, and the longest rows come first. If the limit
+    is a number of rows, packed rows keep their order, because a packed micro-batch of only long
+    rows would need more memory than a mixed one. If the limit is a number of tokens, packed
+    micro-batches have similar costs.
     """
 
     size: int
     max_tokens: int | None = None
     packed: bool = False
-    attention_length: int | None = None  # the model's (`models.cost`); None: tokens are the cost
+    attention_length: int | None = None  # see `models.cost`; None: cost = number of tokens
 
     @classmethod
     def of_forwards(cls, rollout: RolloutConfig, ds: LoadingConfig) -> Self:
@@ -58,7 +59,7 @@ class MicroBatchLimits:
         )
 
     def for_model(self, config: PretrainedConfig) -> Self:
-        """Return the same limits, with the cost of attention in a model."""
+        """Return the same limits, balanced by the attention cost of this model."""
         return replace(self, attention_length=attention_length(config))
 
     @classmethod
@@ -73,7 +74,7 @@ class MicroBatchLimits:
         """Return the row indices of each micro-batch, for rows of `lengths` tokens.
 
         Every row is in exactly one micro-batch. There are at least `at_least` micro-batches if
-        there are as many rows.
+        there are enough rows.
         """
         if self.max_tokens and self.packed:
             return batches_of_tokens(
@@ -112,8 +113,8 @@ def column_of(
 ) -> Tensor:
     """Run `forward` on all micro-batches, and return its values for all tokens as a column (N,).
 
-    Under ZeRO 3, a forward pass is collective: a rank with fewer rows than another rank has
-    micro-batches repeats its last micro-batch.
+    Under ZeRO 3, forward passes are collective. A rank that cannot fill as many micro-batches as
+    the other ranks repeats its last one.
     """
     micro_batches = limits.cut(batch.lengths)
     rounds = len(micro_batches)
@@ -253,9 +254,9 @@ class TrainedWorker(ABC, Generic[Job]):
     def micro_batches(self, lengths: Tensor) -> list[list[int]]:
         """Return the rows of each micro-batch of an optimizer step. Collective with a token budget.
 
-        With a token budget, all ranks that have enough rows get the same number of micro-batches.
-        Otherwise, a rank with fewer micro-batches would have to repeat its last one, because
-        backward passes are collective under ZeRO 2 and 3.
+        With a token budget, all ranks that have enough rows get the same number of micro-batches. A
+        rank with fewer micro-batches would have to repeat its last one, because backward passes are
+        collective under ZeRO 2 and 3.
         """
         limits = self.train_limits
         rows = limits.cut(lengths)

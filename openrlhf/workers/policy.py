@@ -217,8 +217,8 @@ class PolicyWorker(TrainedWorker[PolicyUpdate]):
     ) -> tuple[Tensor, Metrics]:
         """Compute the surrogate loss of the sampled tokens and its metrics.
 
-        With a correction, each token is weighted, or, for losses with a sequence ratio, the ratio
-        is π_θ / π_rollout instead of π_θ / π_old.
+        A correction weights each token. For losses with a sequence ratio, it instead changes the
+        ratio from π_θ / π_old to π_θ / π_rollout.
         """
         layout = micro.layout
         assert micro.advantages is not None and micro.rollout_logprobs is not None
@@ -290,7 +290,7 @@ class PolicyWorker(TrainedWorker[PolicyUpdate]):
         )
 
     def _encoder(self) -> Encoder:
-        """Return the encoder that publishes the served adapter or, without one, the whole model."""
+        """Return the encoder that publishes the served adapter or, without one, the full model."""
         model = self.engine.hf
         if self.served_adapter:
             return Encoder(
@@ -335,8 +335,8 @@ def blanks_of(tensors: Iterable[WholeTensor]) -> Iterator[NamedTensor]:
 def mismatch_metrics(old: Tensor, rollout: Tensor, mask: Tensor) -> Metrics:
     """Measure how far the engine and the trainer disagree about the sampled tokens.
 
-    The measure is Δ = log π_rollout − log π_old, and ω = exp(−Δ). Returns the metrics by their
-    logged names.
+    The metrics are computed from Δ = log π_rollout − log π_old and ω = exp(−Δ). Returns the metrics
+    by their logged names.
     """
     delta = log_ratio(rollout, old, mask)[mask]
     gap = delta.abs()
