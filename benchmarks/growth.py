@@ -1,8 +1,8 @@
-"""The private memory of every process of a GRPO run, step by step.
+"""Shows how the private memory of each process of a GRPO run grows over the steps.
 
-`python -m benchmarks.growth --steps 240` trains a model of 20,000 parameters with flags that make
-steps short, and prints the private memory (USS) of each process at some steps, in MiB. A process
-that keeps something from every step grows.
+`python -m benchmarks.growth --steps 240` trains a model with 20,000 parameters, with flags that
+make steps short, and prints the private memory (USS) of each process in MiB at some of the steps.
+If a process retains something from every step, its memory keeps growing.
 """
 
 from __future__ import annotations
@@ -112,7 +112,7 @@ def follow(words: list[str], rows: Path, log: Path) -> Iterator[tuple[int, dict[
 
 
 def main() -> None:
-    """Run the benchmark, and print a row for each of the shown steps."""
+    """Run the benchmark, and print a row for each step in `--shown`."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--steps", type=int, default=240)
     parser.add_argument("--shown", type=int, nargs="+", default=[20, 60, 100, 150, 200, 235])

@@ -1,12 +1,12 @@
-"""A benchmark of one training step on long sequences that are split over a ring of ranks.
+"""Measures one training step on long sequences that are split over a ring of ranks.
 
 `python -m benchmarks.long_context` trains a model with 2 million parameters on sequences of 32,768
-tokens with 1, 2 and 4 ranks. It prints the loss, the gradient norm, how far a rank's peak memory
-exceeds its memory before the step, and the duration in seconds.
+tokens with 1, 2 and 4 ranks. It prints the loss, the gradient norm, the increase from a rank's
+memory before the step to its peak, and the duration in seconds.
 
-With `--task sft`, the step trains on one sequence. With `--task grpo`, the policy worker takes a
-step of GRPO on a group of two recorded episodes, and the reference model scores them first. The
-episodes are random tokens, because a CPU would take hours to generate them.
+With `--task sft`, the step trains on one sequence. With `--task grpo`, the reference model scores a
+group of two recorded episodes, and the policy worker then takes a GRPO step on them. The episodes
+consist of random tokens, because generating them on a CPU would take hours.
 """
 
 import argparse
@@ -175,7 +175,7 @@ STEPS = {"sft": sft_step, "grpo": grpo_step}
 
 
 def train(task: str, ranks: int, tokens: int, model: str, results: Connection) -> None:
-    """Take one step as one rank. Rank 0 sends its result."""
+    """Take one step as one rank. Only rank 0 sends its result."""
     step = STEPS[task](ranks, tokens, model)
     before = resident_peak()
     start = time.monotonic()

@@ -1,10 +1,9 @@
 """Measures the memory of training processes, and compares it with the planner's predictions.
 
-`python -m benchmarks.memory measure` measures every case that `--out` does not have yet, and
-`python -m benchmarks.memory report` writes the page. `measure-gpu` measures its own cases on one
-GPU, and has its own file. `python -m benchmarks.memory fit` prints the
-constants of `openrlhf.planning.constants` that fit the first half of the cases best; the report
-lists the errors of both halves.
+`python -m benchmarks.memory measure` measures the cases that have no record yet, and `report`
+instead of `measure` writes the page. `measure-gpu` measures a different set of cases on one GPU
+and has its own file. `fit` prints the values of the constants in `openrlhf.planning.constants` that best
+fit the first half of the cases; the report lists the errors for both halves.
 """
 
 from __future__ import annotations
@@ -47,7 +46,7 @@ from tests.verify.results import packages
 PAGE = Path("docs/results/memory.md")
 RECORDS = Path("docs/results/memory.jsonl")
 GPU_RECORDS = Path("runs/memory-gpu.jsonl")  # the page has CPUs only
-# Models by name: architecture and sizes. The number is their number of parameters in millions.
+# Each model's architecture and sizes. The numbers in the names are millions of parameters.
 MODELS: dict[str, tuple[str, dict[str, Any]]] = {
     "tiny": ("llama", {}),
     "llama-1M": (
@@ -111,7 +110,7 @@ MODELS: dict[str, tuple[str, dict[str, Any]]] = {
         },
     ),
 }
-REAL = "SmolLM2-135M"  # copied to the folder of models by hand
+REAL = "SmolLM2-135M"  # must be copied to the models folder by hand
 # The constants that `fit` changes.
 FITTED = (
     "role_bytes",
@@ -134,7 +133,7 @@ themselves were corrected with both halves in view."""
 
 
 def cases() -> list[Case]:
-    """Return the cases, which differ from each other in few settings."""
+    """Return the cases, each of which differs from others in few settings."""
     return [
         # the policy of an RL run
         Case(model="llama-7M", role="policy"),
@@ -193,7 +192,7 @@ def cases() -> list[Case]:
 
 
 def gpu_cases() -> list[Case]:
-    """Return the cases that are measured on one GPU, the most important ones first."""
+    """Return the cases to measure on one GPU, the most important ones first."""
     large = Case(model="qwen2-390M", role="policy", dtype="bf16", rows=8, length=1024)
     return [
         large,
@@ -218,7 +217,7 @@ def gpu_cases() -> list[Case]:
 def measure_gpu(records: Path, models: Path) -> None:
     """Measure the cases for one GPU, each in a new process.
 
-    A case that fails does not end the others.
+    If a case fails, the others are still measured.
     """
     wanted = [case for case in gpu_cases() if case not in read_records(records)]
     available = [case for case in wanted if case.model in MODELS or (models / case.model).exists()]
@@ -230,7 +229,7 @@ def measure_gpu(records: Path, models: Path) -> None:
 
 
 def measure_gpu_case(case: Case, records: Path, models: Path) -> None:
-    """Measure a case in this process, and add its record."""
+    """Measure a case in this process, and append its record."""
     begun = time.monotonic()
     record = measure_on_gpu(case, models)
     print(f"{case.name}: {time.monotonic() - begun:.0f} s", flush=True)
@@ -251,12 +250,12 @@ def add_record(records: Path, record: Mapping[str, Any], machine: str) -> None:
 
 
 def is_fitted(case: Case) -> bool:
-    """Return whether the case belongs to the half on which the constants are fitted."""
+    """Return whether the case belongs to the half to which the constants are fitted."""
     return hashlib.sha256(case.name.encode()).digest()[0] % 2 == 0
 
 
 def make_models(folder: Path, wanted: Iterable[Case]) -> None:
-    """Create the models of the cases, unless they exist.
+    """Create the models for the cases, unless they exist.
 
     Raises FileNotFoundError if the real model is missing.
     """
@@ -277,7 +276,7 @@ def make_models(folder: Path, wanted: Iterable[Case]) -> None:
 
 
 def roles_of(case: Case, shape: ModelShape) -> list[ModelRole]:
-    """Return the planner's description of the models in one rank's process."""
+    """Return the roles, as the planner sees them, of the models in one rank's process."""
     rows = case.rows
     if case.role in ("dpo", "rm"):
         rows *= 2
@@ -333,19 +332,19 @@ def roles_of(case: Case, shape: ModelShape) -> list[ModelRole]:
 
 
 def zero_stage(case: Case) -> int:
-    """Return the ZeRO stage in effect."""
+    """Return the effective ZeRO stage."""
     return DeepSpeedConfig(**deepspeed_flags(case)).trained_stage(case.ranks)
 
 
 def predicted(case: Case, shape: ModelShape, constants: Constants) -> dict[Instant, Usage]:
     """Return the predicted memory of the process at each instant.
 
-    Models are loaded one after another, and are proved when all exist. Afterwards, one of them is
-    in use at a time.
+    Models are loaded one after another, and are checked once all of them exist. They are then used
+    one at a time.
     """
     memories = [RoleMemory(role, constants) for role in roles_of(case, shape)]
     usages = [predict_role(memory.role, constants) for memory in memories]
-    shared = Usage(framework=-constants.role_bytes)  # only the first model of a process adds it
+    shared = Usage(framework=-constants.role_bytes)  # counted only for the first model of a process
     peaks: dict[Instant, Usage] = {}
     for instant in Instant:
         candidates: list[Usage] = []
@@ -368,11 +367,11 @@ def predicted(case: Case, shape: ModelShape, constants: Constants) -> dict[Insta
 
 @dataclass(frozen=True, kw_only=True)
 class Row:
-    """A case at an instant."""
+    """Measured and predicted memory of a case at an instant."""
 
     case: Case
     instant: Instant
-    measured: int  # bytes, of the rank that needs the most
+    measured: int  # bytes; the largest value of any rank
     predicted: int  # bytes
     state: int  # predicted bytes of weights, gradients and optimizer state
 
@@ -421,7 +420,7 @@ def compare(
 def fit(records: Mapping[Case, dict[str, Any]], models: Path) -> Constants:
     """Return the constants with the smallest mean error on the first half of the cases.
 
-    Changes one constant at a time by a factor as long as the error becomes smaller.
+    Multiplies or divides one constant at a time by a factor, as long as this reduces the error.
     """
     half = {case: record for case, record in records.items() if is_fitted(case)}
     best = CPU
@@ -450,7 +449,7 @@ def mean_error(rows: list[Row]) -> float:
 
 
 def write_page(rows: list[Row], records: Mapping[Case, dict[str, Any]]) -> None:
-    """Write the page with every row."""
+    """Write the page, which lists every row."""
     held_out = [row for row in rows if not is_fitted(row.case)]
     fitted = [row for row in rows if is_fitted(row.case)]
     peaks = [peak_of(rows, case) for case in records]
@@ -502,7 +501,7 @@ def peak_of(rows: list[Row], case: Case) -> Row:
 
 
 def summary(name: str, rows: list[Row]) -> str:
-    """Return a table row with the errors of some rows."""
+    """Return a table row that summarizes the errors of `rows`."""
     errors = sorted(abs(row.error) for row in rows)
     ninth = errors[int(0.9 * (len(errors) - 1))]
     above = sum(error > 0.1 for error in errors)
@@ -511,7 +510,7 @@ def summary(name: str, rows: list[Row]) -> str:
 
 
 def cpu_machine() -> str:
-    """Return the processor and the kernel."""
+    """Return the names of the processor and the kernel."""
     processor = re.search(r"model name\s*: (.*)", Path("/proc/cpuinfo").read_text())
     name = processor[1] if processor else platform.processor()
     return f"{name}, Linux {platform.release()}"

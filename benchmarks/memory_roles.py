@@ -1,10 +1,9 @@
-"""Measures the peak memory of one role, instant by instant, above the same process when idle.
+"""Measures the peak memory of one role at each instant, relative to the idle process.
 
-Every rank is a process of its own, forked from a process that has imported the libraries. Before a
-rank's memory is read for the first time, the rank joins the process group and runs the whole
-measurement once with a model of 20,000 parameters, so that code, thread pools and first-call caches
-belong to the idle process. The measured model is then loaded and used through the same classes as
-in a run.
+Every rank is a separate process, forked from a process that has imported the libraries. Before its
+memory is first read, a rank joins the process group and runs the complete measurement with a model
+of 20,000 parameters, so that code, thread pools and first-call caches are part of the idle process.
+Then the model to measure is loaded and used through the same classes as in a run.
 """
 
 from __future__ import annotations
@@ -54,19 +53,19 @@ from openrlhf.workers.policy import PolicyUpdate, PolicyWorker
 from tests.ranks import fork_ranks, rank_environment, unused_port
 from tests.trainers.offline_job import task_of
 
-STEPS = 2  # optimizer steps: the first one creates what every later step needs, too
-PROMPT_SHARE = 4  # one quarter of a sequence is its prompt
-SCORED = "-scored"  # ends the folder names of models with a scalar head
-SCALAR = ("reward", "rm")  # roles that load such a model
+STEPS = 2  # optimizer steps; the first one also creates state that later steps keep
+PROMPT_SHARE = 4  # a quarter of each sequence is the prompt
+SCORED = "-scored"  # suffix of folders that contain models with a scalar head
+SCALAR = ("reward", "rm")  # roles that load models with a scalar head
 FORK: Any = multiprocessing.get_context("fork")
 OFFLINE = ("sft", "dpo", "rm", "kto", "kd")
 
 
 @dataclass(frozen=True, kw_only=True)
 class Case:
-    """One role with its model, in a layout of ranks."""
+    """A role with its model, in a layout of ranks."""
 
-    model: str  # a folder below the folder of models
+    model: str  # name of a folder in the models folder
     role: str  # policy, critic, reference, reward, or the name of an offline task
     zero: int = 0
     ranks: int = 1
@@ -84,7 +83,7 @@ class Case:
 
     @property
     def name(self) -> str:
-        """The case in one line, without the values that are defaults."""
+        """The case as one line of text, without default values."""
         words = [self.model, self.role]
         plain = Case(model=self.model, role=self.role)
         for setting, value in vars(self).items():
@@ -102,22 +101,22 @@ class Case:
 # ---- memory of a process
 
 M_TRIM_THRESHOLD, M_MMAP_THRESHOLD = -1, -3  # options of mallopt in glibc's malloc.h
-MAPPED_BYTES = 1 << 16  # larger blocks are memory maps of their own
+MAPPED_BYTES = 1 << 16  # blocks above this size get their own memory mapping
 _LIBC = ctypes.CDLL(None)
 _FIELD = re.compile(r"^(\w+):\s+(\d+) kB$", re.MULTILINE)
 
 
 def memory() -> dict[str, int]:
-    """Return the memory fields of this process's status, in bytes."""
+    """Return the memory fields in this process's /proc status, in bytes."""
     text = Path("/proc/self/status").read_text(encoding="ascii")
     return {name: int(kib) * 1024 for name, kib in _FIELD.findall(text)}
 
 
 def return_freed_memory() -> None:
-    """Return each freed tensor to the system at once.
+    """Make glibc return freed tensors to the system immediately.
 
-    By default, glibc keeps freed blocks of up to 32 MiB, so that the resident memory depends on the
-    history of all allocations. With a fixed limit, it is the memory in use.
+    By default, glibc keeps freed blocks of up to 32 MiB, so resident memory depends on the history
+    of allocations. With a fixed limit, resident memory equals the memory in use.
     """
     _LIBC.mallopt(M_MMAP_THRESHOLD, MAPPED_BYTES)
     _LIBC.mallopt(M_TRIM_THRESHOLD, MAPPED_BYTES)
@@ -131,16 +130,16 @@ def collect() -> None:
 
 @dataclass
 class Meter:
-    """The peak resident memory of each instant above the idle process, in bytes."""
+    """Measures the peak resident memory at each instant, relative to the idle process, in bytes."""
 
     idle: dict[str, int] = field(default_factory=memory)
     peaks: dict[str, int] = field(default_factory=dict)
-    # At the end of an instant: anonymous memory, and file-backed and shared memory.
+    # Memory at the end of each instant: anonymous, and file-backed or shared.
     held: dict[str, tuple[int, int]] = field(default_factory=dict)
     _instant: str | None = None
 
     def begin(self, instant: str) -> None:
-        """End the current instant, and begin another one, which may have occurred before."""
+        """End the current instant, and begin another one, which may be a repeated one."""
         self.end()
         _LIBC.malloc_trim(0)
         Path("/proc/self/clear_refs").write_text("5", encoding="ascii")  # resets the peak
@@ -159,9 +158,9 @@ class Meter:
 
 
 class GpuMeter(Meter):
-    """The same for the memory that PyTorch's allocator has handed out on this process's GPU.
+    """Measures the memory that PyTorch's allocator has handed out on this process's GPU.
 
-    `held` is the peak of the memory that the allocator keeps, and all memory in use on the GPU at
+    `held` contains the peak of the allocator's reserved memory, and all memory in use on the GPU at
     the end of the instant.
     """
 
@@ -188,7 +187,7 @@ class GpuMeter(Meter):
 def instants_of(engine: TrainEngine, meter: Meter, *, scores: bool = False) -> Iterator[None]:
     """Record the instants of `TrainEngine.optimize` until the block exits.
 
-    `scores` is true if the first pass over the window runs a model.
+    `scores` is true if a model runs in the first pass over the window.
     """
     backward, step, first_pass = engine.engine.backward, engine._step, engine._first_pass
 
@@ -230,13 +229,13 @@ def instants_of(engine: TrainEngine, meter: Meter, *, scores: bool = False) -> I
 def lengths_of(case: Case, rows: int) -> list[int]:
     """Return the lengths of `rows` sequences.
 
-    Every second one is a token shorter, so that a padded batch needs an attention mask.
+    Every second sequence is one token shorter, so that a padded batch needs an attention mask.
     """
     return [case.length - row % 2 for row in range(rows)]
 
 
 def experience_of(case: Case, rows: int) -> Experience:
-    """Return `rows` episodes whose tokens and numbers are random."""
+    """Return `rows` episodes with random tokens and random numbers."""
     draw = torch.Generator().manual_seed(0)
     lengths = lengths_of(case, rows)
     prompt = case.length // PROMPT_SHARE
@@ -271,7 +270,7 @@ def task_rows(case: Case, rows: int) -> list[Any]:
         elif case.role == "kto":
             made.append(LabelledRow(tokens=chosen, loss_mask=mask, desirable=number % 2 > 0))
         else:
-            # the answers of a pair have different lengths
+            # gives the two answers of a pair different lengths
             made.append(PairRow(chosen=chosen, rejected=rejected[:-1], prompt_length=prompt))
     return made
 
@@ -370,7 +369,7 @@ def measure_reinforcement(
 
 
 def measure_offline(case: Case, path: str, strategy: Strategy, meter: Meter) -> None:
-    """Measure the trained model of an offline task, together with its frozen model if any."""
+    """Measure the trained model of an offline task, and its frozen model if it has one."""
     lora = LoraConfig(rank=case.lora, alpha=2 * case.lora)
     ds = DeepSpeedConfig(**deepspeed_flags(case), lora=lora)
     task = task_of(case.role, path, path, ds)
@@ -405,7 +404,7 @@ def measure_offline(case: Case, path: str, strategy: Strategy, meter: Meter) -> 
 
 @dataclass(frozen=True, kw_only=True)
 class Publications:
-    """Publications to a process that receives the weights and discards them."""
+    """Publishes weights to a process that receives and discards them."""
 
     ports: tuple[int, ...]  # one for each publication
     manifests: Any  # a queue that tells the receiver what to expect
@@ -452,9 +451,9 @@ class Publications:
 
 
 def measure_rank(case: Case, models: Path, publications: Publications, results: Any) -> None:
-    """Measure the case as one of its ranks. Rank 0 puts the numbers of all ranks into `results`.
+    """Measure a case as one of its ranks. Rank 0 puts the measurements of all ranks into `results`.
 
-    The first measurement, of a tiny model, is discarded.
+    A first measurement with a tiny model is discarded.
     """
     torch.set_num_threads(1)
     return_freed_memory()
@@ -481,7 +480,7 @@ def measure_rank(case: Case, models: Path, publications: Publications, results: 
 def measure_on_gpu(case: Case, models: Path) -> dict[str, Any]:
     """Measure a case with one rank on this machine's first GPU, in this process.
 
-    Publication is left out.
+    Publications are not measured.
     """
     os.environ |= rank_environment(0, 1, unused_port())
     ds = DeepSpeedConfig(**deepspeed_flags(case))

@@ -16,7 +16,7 @@ ROOT = Path(__file__).parent.parent
 
 
 def unused_port() -> int:
-    """Return a TCP port of this machine that is free at the moment."""
+    """Return a TCP port of this machine that is currently free."""
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         return probe.getsockname()[1]
@@ -35,9 +35,10 @@ def rank_environment(rank: int, ranks: int, port: int) -> dict[str, str]:
 
 
 def fork_ranks(ranks: int, work: Callable[..., None], *arguments: Any) -> None:
-    """Run `work(*arguments)` as `ranks` forked processes, and wait for them.
+    """Run `work(*arguments)` in `ranks` forked processes, and wait for them.
 
-    They start with all modules that this process has imported. It must not have started threads.
+    The processes start with all modules that this process has imported. This process must not have
+    started threads.
     """
     port = unused_port()
     forked = multiprocessing.get_context("fork")

@@ -1,4 +1,4 @@
-"""Tests of the documentation: commands are accepted, links work, and pages are up to date."""
+"""Tests for the documentation: commands are accepted, links work, and pages are up to date."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Tests of `make test-gpu` without a GPU: checks are independent, and all output is recorded."""
+"""Tests for `make test-gpu` without a GPU: checks are independent, and all output is recorded."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Tests of `make gpu-trial` without a GPU: plan, pieces, and the result of an interrupted run."""
+"""Tests for `make gpu-trial` without a GPU: plan, pieces, and results of interrupted runs."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ MIB = pieces.MIB
 # ---- the plan
 
 
-def test_time_is_shared_among_the_parts_and_some_is_reserved() -> None:
+def test_time_is_divided_among_the_parts_and_some_is_reserved() -> None:
     assert Limits().budget() == {"copies": 2, "check": 5, "grpo": 5}
     assert Limits(minutes=30, per_command=8).budget() == {"copies": 4, "check": 8, "grpo": 8}
 
@@ -67,7 +67,7 @@ def a_kit(folder: Path) -> list[tuple[str, Path]]:
     return list(kit_files(folder / "wheels", folder))
 
 
-def test_pieces_fit_into_the_room_and_are_joined_in_any_order(tmp_path: Path) -> None:
+def test_pieces_fit_the_size_limit_and_join_in_any_order(tmp_path: Path) -> None:
     kit = a_kit(tmp_path)
     made = pieces.pack(kit, tmp_path / "pieces", 2 * MIB)
     assert len(made) == 2 and all(piece.nbytes <= 2 * MIB for piece in made)
@@ -79,7 +79,7 @@ def test_pieces_fit_into_the_room_and_are_joined_in_any_order(tmp_path: Path) ->
         assert (tmp_path / "there" / name).read_bytes() == path.read_bytes()
 
 
-def test_damaged_piece_and_piece_of_another_pack_are_rejected(tmp_path: Path) -> None:
+def test_damaged_or_foreign_pieces_are_rejected(tmp_path: Path) -> None:
     made = pieces.pack(a_kit(tmp_path), tmp_path / "pieces", 2 * MIB)
     store = tmp_path / "store"
     pieces.receive(made[0].folder, store)
@@ -94,7 +94,7 @@ def test_damaged_piece_and_piece_of_another_pack_are_rejected(tmp_path: Path) ->
         pieces.receive(other[0].folder, store)
 
 
-def test_working_tree_that_leaves_no_room_is_an_error(tmp_path: Path) -> None:
+def test_working_tree_that_leaves_no_room_for_a_piece_raises_an_error(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match="too little room"):
         pieces.pack([], tmp_path / "pieces", MIB // 2)
 
@@ -126,7 +126,7 @@ def test_wheels_and_an_installed_folder_are_installed_together(tmp_path: Path) -
     assert done.stdout == b"1 2\n"
 
 
-def test_receiving_the_last_piece_unpacks_the_kit(
+def test_kit_is_unpacked_when_the_last_piece_is_received(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     kit = [("notes/a.txt", tmp_path / "a.txt")]
@@ -205,7 +205,7 @@ def test_flags_of_the_run_are_accepted_on_one_gpu(
     assert config.train.batch_size == (4 if rehearsal else 256)
 
 
-def test_stand_ins_are_the_first_problems_of_real_data(tmp_path: Path) -> None:
+def test_rehearsal_uses_the_first_problems_of_the_data(tmp_path: Path) -> None:
     for path in (PROMPTS, HELD_OUT):
         (tmp_path / path).parent.mkdir(exist_ok=True)
         (tmp_path / path).write_text("1\n2\n3\n4\n5\n")

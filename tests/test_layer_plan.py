@@ -1,4 +1,4 @@
-"""Tests of how tensor parallelism splits an architecture's layers."""
+"""Tests for splitting an architecture's layers over tensor-parallel ranks."""
 
 from pathlib import Path
 

@@ -1,7 +1,7 @@
-"""Tests of the comparisons in benchmarks/paper without a GPU or a peer's installation.
+"""Tests for the comparisons in benchmarks/paper, without a GPU and without installing peers.
 
-Our side is checked as far as `--dry_run` (`make verify`), and the flags and the placement in every
-test run. For the peers, scripts are parsed and logs are read.
+On our side, every test run checks flags and placement, and `make verify` also runs `--dry_run`. On
+the peers' side, scripts are parsed and logs are read.
 """
 
 from __future__ import annotations
@@ -86,7 +86,7 @@ def test_our_configuration_is_accepted_on_the_machine_of_the_comparison(
 
 
 def workspace(folder: Path, case: Case) -> dict[str, object]:
-    """Write a tiny model and prompts; return the flags that put them in place of the real ones."""
+    """Write a tiny model and prompts; return flags that use them instead of the real ones."""
     model = Path(
         save_tiny_model(folder / "tiny", chat_template=TEMPLATE, max_position_embeddings=16384)
     )
@@ -259,14 +259,14 @@ def test_frameworks_grade_a_response_alike(response: str, label: str, reward: fl
 
 
 def log_of(path: Path, lines: list[str]) -> Path:
-    """Write a log whose lines came at 0, 10, 30 and 60 seconds."""
+    """Write a log with lines at 0, 10, 30 and 60 seconds."""
     times = (0.0, 10.0, 30.0, 60.0)
     stamped = [f"[{time:.2f}] {line}" for time, line in zip(times, lines, strict=True)]
     path.write_text("\n".join(["no time: a line that another process wrote", *stamped]) + "\n")
     return path
 
 
-def test_marks_of_each_peer_are_read_from_its_lines(tmp_path: Path) -> None:
+def test_step_times_of_each_peer_are_read_from_its_log(tmp_path: Path) -> None:
     trl = [
         "paper " + json.dumps({"step": step, "response_length": 50.0, "reward": 0.1})
         for step in range(4)
@@ -292,7 +292,7 @@ def test_marks_of_each_peer_are_read_from_its_lines(tmp_path: Path) -> None:
         assert summary.tokens_per_second == per_second
 
 
-def test_our_marks_are_read_from_the_run_s_metrics(tmp_path: Path) -> None:
+def test_our_step_times_are_read_from_the_metrics_of_the_run(tmp_path: Path) -> None:
     rows = [
         {"time": time, "rollout/num_samples": 8, "rollout/response_length_mean": 50.0}
         for time in (100.0, 110.0, 130.0)
@@ -305,7 +305,7 @@ def test_our_marks_are_read_from_the_run_s_metrics(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(("marks", "warm_up"), [(3, 3), (0, 1), (5, 0)])
-def test_summary_without_a_measured_step_or_a_warm_up_is_an_error(marks: int, warm_up: int) -> None:
+def test_summary_without_measured_step_or_warm_up_raises_an_error(marks: int, warm_up: int) -> None:
     with pytest.raises(ValueError, match="step"):
         summarize([Mark(time=float(number)) for number in range(marks)], warm_up)
 
@@ -317,13 +317,13 @@ def test_report_shows_the_ratio_of_the_mean_step_times() -> None:
     assert "3.00" in text and "10 tokens/s" in text and "tokens not reported" in text
 
 
-def test_lines_of_a_command_are_stamped_and_a_failure_shows_them(tmp_path: Path) -> None:
+def test_command_output_is_timestamped_and_shown_after_a_failure(tmp_path: Path) -> None:
     words = [sys.executable, "-c", "print('step', flush=True); raise SystemExit(3)"]
     with pytest.raises(RuntimeError, match=r"exited with 3[\s\S]*step"):
         run(words, tmp_path / "log", environment={}, timeout_s=60)
 
 
-def test_command_that_has_enough_steps_is_ended(tmp_path: Path) -> None:
+def test_command_is_stopped_after_enough_steps(tmp_path: Path) -> None:
     log = tmp_path / "log"
     code = "import time\nfor i in range(600): print('step', i, flush=True); time.sleep(0.1)"
     run(

@@ -1,4 +1,4 @@
-"""Writes the prompts of a comparison once, in the format of each framework.
+"""Writes the prompts of a comparison in the format of each framework.
 
     python -m benchmarks.paper.data gsm8k FOLDER
     python -m benchmarks.paper.data ppo FOLDER --tokenizer meta-llama/Llama-2-7b-hf --prompts 4096
@@ -68,7 +68,7 @@ def for_verl(row: Row, index: int) -> Row:
 def for_deepspeed_chat(row: Row) -> Row:
     """Return a row of DeepSpeed-Chat's `local/jsonfile`, which adds a space before the prompt.
 
-    RLHF reads only the prompt, but the file must have all three columns.
+    RLHF training reads only the prompt, but the file must have all three columns.
     """
     return {"prompt": row["prompt"].removeprefix(" "), "chosen": "", "rejected": ""}
 
@@ -94,7 +94,7 @@ def write_json_lines(path: Path, rows: Iterable[Row]) -> None:
 
 
 def write(name: str, folder: Path, rows: Sequence[Row]) -> None:
-    """Write prompts.jsonl for this project and TRL, and the peer's own format beside it."""
+    """Write prompts.jsonl for this project and TRL, and a second file in the peer's format."""
     write_json_lines(folder / "prompts.jsonl", rows)
     if name == "dapo":
         from datasets import Dataset

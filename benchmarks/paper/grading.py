@@ -1,7 +1,7 @@
-"""One rule that grades the answers of all frameworks: the last number must equal the label.
+"""Grades answers with one rule for all frameworks: the last number must equal the label.
 
-Each framework calls its own function below. The file imports only the standard library, because it
-runs in the environment of every framework.
+Each framework calls its own function below. This file imports only the standard library, because it
+must run in every framework's environment.
 """
 
 from __future__ import annotations

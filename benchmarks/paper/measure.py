@@ -1,7 +1,7 @@
-"""Seconds per step of any framework, measured from the outside in the same way for all of them.
+"""Measures the seconds per step of all frameworks in the same way, from their output.
 
-A framework prints a line, or writes a row, when it finishes a step. The time between two of these
-marks is one step, with everything that happens in it.
+At the end of each step, a framework prints a line or writes a row. The time between two of these
+marks is the duration of a step, including everything that happens in it.
 """
 
 from __future__ import annotations
@@ -144,10 +144,10 @@ def run(
     timeout_s: float,
     is_enough: Callable[[], bool] = lambda: False,
 ) -> None:
-    """Run a command and write its output to `log`, each line with the time at which it came.
+    """Run a command and write its output to `log`, with the time of each line.
 
-    After each line, `is_enough` decides whether to end the command early. Raises RuntimeError with
-    the end of the log if the command fails or takes too long.
+    After each line, `is_enough` determines whether to end the command early. Raises RuntimeError
+    with the end of the log if the command fails or takes too long.
     """
     log.parent.mkdir(parents=True, exist_ok=True)
     end, ended = time.monotonic() + timeout_s, False
@@ -183,7 +183,7 @@ def tail(log: Path) -> str:
 
 
 def output_of(command: Sequence[str]) -> str:
-    """Return what a command prints, or an empty string if it does not exist or fails."""
+    """Return the output of a command, or an empty string if the command is missing or fails."""
     try:
         done = subprocess.run(command, capture_output=True, text=True, check=False, timeout=60)
     except (FileNotFoundError, subprocess.TimeoutExpired):
@@ -192,7 +192,7 @@ def output_of(command: Sequence[str]) -> str:
 
 
 def versions(python: str) -> dict[str, str]:
-    """Return the versions of the packages that matter in a Python environment."""
+    """Return the versions of the relevant packages in a Python environment."""
     code = (
         "import importlib.metadata as m, json, sys\n"
         "names = {d.metadata['Name'].lower(): d.version for d in m.distributions()}\n"

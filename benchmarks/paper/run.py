@@ -1,13 +1,13 @@
-"""Runs one comparison of the OpenRLHF paper: this project and a peer, one after the other.
+"""Runs one comparison from the OpenRLHF paper: this project and a peer, one after the other.
 
     python -m benchmarks.paper.run gsm8k                 # GRPO on GSM8K, with TRL
     python -m benchmarks.paper.run ppo --size one-gpu    # PPO on 1,024 prompts, with DeepSpeed-Chat
     python -m benchmarks.paper.run dapo --length 4096    # DAPO, with verl
 
 The command writes the data, installs the peer if needed, and runs both sides in alternating rounds
-on the same machine. Prints seconds per step, tokens per second and the ratio, and writes them with
-the environment to a JSON file in the folder of the comparison. README.md beside this file describes
-what is the same on both sides.
+on the same machine. It prints seconds per step, tokens per second and the ratio, and writes them,
+together with the environment, to a JSON file in the comparison's folder. README.md in this folder
+describes what is the same on both sides.
 """
 
 from __future__ import annotations
@@ -54,8 +54,8 @@ class Case:
     prompts: int  # prompts per step
     samples: int  # samples per prompt
     length: int  # maximum tokens per response
-    warm_up: int  # steps that are not counted
-    steps: int  # steps that are counted
+    warm_up: int  # number of steps that are not measured
+    steps: int  # number of steps that are measured
 
     @property
     def all_steps(self) -> int:
@@ -66,7 +66,7 @@ class Case:
         return self.prompts * self.samples
 
     def data(self, folder: Path) -> Path:
-        """Return the folder of the prompts. For PPO, their number is the number of steps."""
+        """Return the folder with the prompts. For PPO, it depends on the number of prompts."""
         if self.name == "ppo":
             return folder / f"data-{self.prompts * self.all_steps}"
         return folder / "data"
@@ -95,7 +95,7 @@ PUBLISHED = {
 
 
 def our_flags(case: Case, folder: Path, place: Path) -> dict[str, object]:
-    """Return the flags that this machine, the data and the length add to ours.yaml."""
+    """Return the flags to add to ours.yaml for this machine, the data and the length."""
     flags: dict[str, object] = {
         "actor.model_name_or_path": case.model,
         "data.prompt_dataset": case.data(folder) / "prompts.jsonl",
@@ -113,7 +113,7 @@ def our_flags(case: Case, folder: Path, place: Path) -> dict[str, object]:
             flags[f"{role}.num_gpus_per_node"] = case.gpus
     if case.name == "dapo":
         flags |= {
-            "data.max_samples": 10**8,  # group filtering draws as many prompts as it needs
+            "data.max_samples": 10**8,  # group filtering may need any number of prompts
             "data.max_len": 1024 + case.length,
             "rollout.max_new_tokens": case.length,
             "rollout.batch_size": case.prompts,
@@ -229,7 +229,7 @@ def report(case: Case, seen: dict[str, list[Summary]]) -> str:
 
 
 def case_of(chosen: argparse.Namespace) -> Case:
-    """Return the case that the command line asks for."""
+    """Return the case that the command line selects."""
     fields = SHAPES[chosen.name] | SIZES[chosen.name, chosen.size]
     if chosen.name == "dapo" and chosen.size == "one-gpu":
         fields["prompts"] = 32

@@ -3,7 +3,7 @@
     .venv/bin/python examples/real_model/data.py SOURCE data --model models/smollm2-135m-instruct
 
 SOURCE contains gsm8k/train.jsonl and hh-rlhf/harmless-base-test.jsonl.gz, as published. The output
-is written to data/gsm8k and data/pairs. With --only gsm8k, the other file is not needed.
+is written to data/gsm8k and data/pairs. With --only gsm8k, SOURCE does not need the other file.
 """
 
 from __future__ import annotations
@@ -90,8 +90,8 @@ def write(path: Path, rows: list[Row]) -> None:
 def make_data(source: Path, folder: Path, model: Path, *, seed: int, only: str = "") -> None:
     """Write training and held-out rows in an order that depends on `seed`.
 
-    The prompts of the preference pairs are also written to separate files. `only` is "gsm8k" to
-    write the problems alone.
+    The prompts of the preference pairs are also written to separate files. If `only` is "gsm8k",
+    only the problems are written.
     """
     tokenizer = AutoTokenizer.from_pretrained(model)
 

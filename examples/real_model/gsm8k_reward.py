@@ -1,7 +1,8 @@
 """The reward for GSM8K: 1 for the right number, 0.1 for any number in the requested form, else 0.
 
-A small model is seldom right at first. The small reward teaches the form, so that more answers can
-be graded. The score, which evaluations report, is 1 only for the right number.
+At first, a small model is seldom right. The small reward teaches it the requested form, so that
+more of its answers can be graded. The score, which evaluations report, is 1 only for the right
+number.
 """
 
 from __future__ import annotations
@@ -17,7 +18,7 @@ def reward_func(
 ) -> dict[str, list[float]]:
     """Return one reward per query, which is a prompt followed by its response.
 
-    A label is a solution of GSM8K, which ends with `#### 72`.
+    A label is a GSM8K solution, which ends with the number in the form `#### 72`.
     """
     rewards, scores = [], []
     for query, prompt, label in zip(queries, prompts, labels, strict=True):

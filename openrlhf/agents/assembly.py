@@ -89,7 +89,7 @@ def assemble(
     versions = set(last.weight_versions).union(*(each.weight_versions for each in earlier))
     last.weight_versions = sorted(versions)
     notices = result.get("notices")
-    if not isinstance(notices, dict):  # a user's executor may use this key for something else
+    if not isinstance(notices, dict):  # a user's executor may use this key for another purpose
         notices = {}
     return Assembled(
         builder=last,

@@ -299,7 +299,7 @@ class _Episode:
     def _logprobs(self) -> list[float] | None:
         """Return the log-probabilities of the sampled tokens, or None if some are missing.
 
-        They are needed if a subclass samples with an engine of its own.
+        A subclass needs them if it samples with its own engine.
         """
         logprobs = [0.0] * len(self.tokens)
         for (start, _), output in zip(self.ranges, self.outputs, strict=True):

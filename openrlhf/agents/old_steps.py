@@ -12,7 +12,7 @@ def executor_of_step(step: Callable[..., Awaitable[Any]]) -> AgentExecutorBase:
 
     `step` returns (reward, next text, done, info), or a dict with `rewards`, `next_observation`
     or `next_state`, `done`, and optionally `scores`, `sampling_params`, `extra_logs`. The next text
-    is all of the text so far, followed by the feedback.
+    consists of all text so far, followed by the feedback.
     """
 
     class Instance(AgentInstanceBase):

@@ -14,7 +14,7 @@ from torch.autograd.function import once_differentiable
 PerToken = Float[Tensor, "B T"]  # position t describes token t
 TokenMask = Bool[Tensor, "B T"]
 PerRow = Float[Tensor, " B"]
-PerSample = Float[Tensor, " R"]  # covers all samples in a batch, not just one block of rows
+PerSample = Float[Tensor, " R"]  # all samples in a batch, not just one block of rows
 GroupIds = Int[Tensor, " R"]  # the same for all samples of a prompt
 
 MIN_VARIANCE = 1e-8

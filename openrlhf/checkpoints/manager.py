@@ -45,7 +45,7 @@ TORCH_WRITE_ERRORS = ("PytorchStreamWriter", "file write failed", "unexpected po
 
 
 def note_of_end(ckpt: CheckpointConfig, *, saved: int, step: int) -> str:
-    """Return an interrupted run's closing message, or "" if nothing is lost.
+    """Return the last message of an interrupted run, or "" if nothing is lost.
 
     The run was interrupted after `step`, and its newest checkpoint is from step `saved`.
     """

@@ -6,8 +6,9 @@ difference causes a notice.
 Each weight that Transformers loads from the folder is compared with the trained (or merged or
 averaged) weight by a hash of its bytes. The logits of a few tokens are compared too, because they
 also depend on the stored configuration: positions, adapter scales, tied weights. The trained model
-computes its logits in place, sharded or not. The folder is loaded by one process into CPU memory,
-after the export's copy of the weights is freed, so that only one copy exists at a time.
+computes its logits where it is, whether or not it is sharded. The folder is loaded by one process
+into CPU memory, after the export's copy of the weights is freed, so that only one copy exists at a
+time.
 """
 
 import math

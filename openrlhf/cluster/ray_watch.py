@@ -80,7 +80,7 @@ class RayWatch:
         while not self._closed.is_set():
             started = time.monotonic()
             if _hold_connection(process.address):
-                # It does not matter how the connection ended. Only failed attempts count.
+                # How the connection ended is irrelevant. Only failed attempts to reconnect count.
                 last_connected = time.monotonic()
             elif time.monotonic() - last_connected >= process.patience_s:
                 self._report(process)

@@ -61,7 +61,7 @@ class Command(Section):
         return {}
 
     def unless_given(self, values: dict[str, Any]) -> dict[str, Any]:
-        """Return only those values whose flags the user did not set, by path."""
+        """Return, by path, only the values whose flags the user did not set."""
         return {path: value for path, value in values.items() if path not in self.given}
 
     def common_values(self, command: str) -> dict[str, Any]:

@@ -249,7 +249,7 @@ class Ragged:
         return replace(self, offsets=offsets_of(self.lengths[index]), **selected)
 
     def parts(self, column: Tensor) -> list[Tensor]:
-        """Return each row's part of a per-token column (N,)."""
+        """Split a per-token column (N,) into its rows."""
         return list(column.tensor_split(self.offsets[1:-1].cpu()))
 
     def split(self, partition: Sequence[Sequence[int]]) -> list[Self]:

@@ -110,7 +110,7 @@ class PreferenceDataset(TokenizedRows[PairRow]):
     that contains it.
 
     `summary` counts dropped and truncated pairs. Raises DataError if a column is missing, if rows
-    are malformed (naming the first ones), or if all pairs are dropped.
+    are malformed (the message names the first rows), or if all pairs are dropped.
     """
 
     row: ClassVar = PairRow
@@ -344,8 +344,8 @@ class LabelledDataset(SFTDataset):
 
     Texts are built as in `SFTDataset`, whose response is called the answer here.
 
-    Raises DataError if a column is missing, if rows or labels are malformed (naming the first
-    ones), or if all rows are dropped.
+    Raises DataError if a column is missing, if rows or labels are malformed (the message names the
+    first rows), or if all rows are dropped.
     """
 
     row: ClassVar = LabelledRow

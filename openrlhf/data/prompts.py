@@ -33,8 +33,8 @@ class PromptDataset(TokenizedRows[Prompt]):
     tools in the `tools` column and a generation prompt. Otherwise the column contains strings,
     which are put into `input_template`. If a column is missing, its default is the label "", the
     data source "default" or no images. A prompt's index is its row number; a source replaces it
-    with the number of the draw. Raises DataError if a column is missing or prompts are malformed or
-    empty, naming the first ones.
+    with the number of the draw. Raises DataError if a column is missing, or if prompts are
+    malformed or empty (the message names the first rows).
     """
 
     row: ClassVar = Prompt

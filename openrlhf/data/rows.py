@@ -71,8 +71,8 @@ class TokenizedRows(torch.utils.data.Dataset[Row], ABC):
     def __init__(self, dataset: Dataset, tokenizer: PreTrainedTokenizerBase, data: Any) -> None:
         """Tokenize all rows.
 
-        Raises DataError if a column is missing, if rows are malformed (naming the first ones), or
-        if all rows are dropped.
+        Raises DataError if a column is missing, if rows are malformed (the message names the first
+        rows), or if all rows are dropped.
         """
         self.tokenizer = tokenizer
         self.data = data

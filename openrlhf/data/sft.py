@@ -60,7 +60,7 @@ class SFTDataset(TokenizedRows[SFTRow]):
 
     Rows with an empty prompt or response, or with a prompt of at least `max_len` − 2 tokens, are
     dropped and counted in `summary`. Raises DataError if a column is missing, if rows are malformed
-    (naming the first ones), or if all rows are dropped.
+    (the message names the first rows), or if all rows are dropped.
     """
 
     row: ClassVar[Any] = SFTRow

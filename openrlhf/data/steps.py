@@ -32,7 +32,7 @@ class StepDataset(TokenizedRows[StepRow]):
 
     A label is a single-token text (hard) or a number from 0 to 1 (soft); null leaves a step
     unlabelled. `soft` is true if the labels are numbers. Raises DataError if rows are malformed
-    (naming the first ones) or if all rows are dropped.
+    (the message names the first rows) or if all rows are dropped.
     """
 
     row: ClassVar = StepRow

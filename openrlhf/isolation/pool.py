@@ -5,9 +5,8 @@ raises `UserCodeError`. The process and all its descendants are killed, and a ne
 loads the same file, replaces it while the rest of the pool continues.
 
 If the process was running several calls, only the call at fault fails. Calls that were waiting for
-an answer are retried in another process. Calls whose own code was running are retried too, each
-alone in a process, because any of these calls may be the one at fault and may end that process as
-well.
+an answer are retried in another process. Calls whose own code was running are also retried, each
+alone in a process, because any of them may be at fault and may end that process as well.
 """
 
 import asyncio

@@ -51,8 +51,7 @@ class UserProcess:
     def __init__(self, limits: Limits, log: Path | None) -> None:
         self.limits, self.log = limits, log
         self.calls_given = 0
-        # A call in this process was late and may have left hanging threads, so accept no further
-        # calls.
+        # A late call in this process may have left hanging threads, so accept no further calls.
         self.retiring = False
         self.loads: dict[UserCall, asyncio.Task[Any]] = {}
         self.process: subprocess.Popen[bytes] | None = None

@@ -423,8 +423,8 @@ def search_path() -> str:
 def content_of(place: Path) -> str:
     """Return a hash of a file, or of all files in a folder.
 
-    For a file larger than 16 MiB, the hash covers samples of its content, its size and its
-    modification time.
+    For a file larger than 16 MiB, the hash covers its size, its modification time and samples of
+    its content.
     """
     files = [place]
     if place.is_dir():

@@ -312,7 +312,7 @@ class Run:
 
 
 def rewards_come_early(config: PPOConfig) -> bool:
-    """Return whether each prompt is scored as soon as its samples have finished.
+    """Return whether a prompt is scored as soon as its samples have finished.
 
     Dynamic filtering needs these rewards early. In an asynchronous run, scoring overlaps with
     training.

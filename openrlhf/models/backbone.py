@@ -35,7 +35,7 @@ class Outputs(NamedTuple):
 
 @dataclass(frozen=True, kw_only=True)
 class Decoded:
-    """The last hidden states of a flat batch: those that this rank has computed."""
+    """The part of a flat batch's last hidden states that this rank has computed."""
 
     states: Float[Tensor, "n H"]
     num_tokens: int  # N, the number of tokens in the entire batch
@@ -59,7 +59,7 @@ class Decoded:
     def column(
         self, values: Float[Tensor, "n ..."], places: Int[Tensor, " n"] | None = None
     ) -> Float[Tensor, "N ..."]:
-        """Return the values that all ranks have computed, each at its position, and 0 elsewhere.
+        """Combine the values of all ranks, each at its position, with 0 elsewhere.
 
         Without `places`, the values belong to the states' own positions. Collective over a ring.
         """

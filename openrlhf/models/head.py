@@ -72,7 +72,7 @@ class OutputHead(nn.Module):
         return type(self.layer).forward is nn.Linear.forward
 
     def _weights(self) -> tuple[Tensor, Tensor | None]:
-        """Return the weight and the bias. They stay valid if the layer moves or ZeRO 3 frees it.
+        """Return the weight and the bias. Both outlive a move or release of the layer.
 
         Raises TypeError for an adapted layer.
         """
@@ -125,7 +125,7 @@ class OutputHead(nn.Module):
 
 
 def _kept(parameter: Tensor) -> Tensor:
-    """Return a parameter's values. ZeRO 3 frees the memory of its own, so these are copied."""
+    """Return a parameter's values, copied if ZeRO 3 would free the parameter's memory."""
     values = parameter.detach()
     if hasattr(parameter, "ds_shape"):
         return values.clone()

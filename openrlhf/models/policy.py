@@ -76,8 +76,8 @@ class PolicyModel(HeadedModel):
 class LogitSource(NamedTuple):
     """Hidden states and the output layer that turns them into logits.
 
-    This takes much less memory than the logits. It is a tuple because ZeRO 3 hooks only look into
-    tuples.
+    The two take much less memory than the logits. The class is a tuple because ZeRO 3 hooks only
+    look into tuples.
     """
 
     states: Float[Tensor, "K H"]

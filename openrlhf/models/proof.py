@@ -21,7 +21,7 @@ from openrlhf.models.scalar import ScalarModel
 
 CheckedModel = PolicyModel | ScalarModel
 LENGTHS = (11, 17)  # lengths of the two short sequences, in tokens
-# Number of tokens by which the two long sequences exceed the reach of the model's attention.
+# The two long sequences exceed the reach of the model's attention by this number of tokens.
 TOKENS_BEYOND_REACH = (16, 32)
 ASSUMED_MAX_LEN = 4096  # tokens; used if the run's maximum sequence length is unknown
 # Configuration keys for the size of a token block and for the number of tokens or blocks that

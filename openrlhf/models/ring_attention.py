@@ -58,12 +58,12 @@ class RingRow:
         self.num_tokens = sum(lengths)
         self.padding = -self.num_tokens % (CHUNKS_PER_RANK * ring.size)
         documents = [length for length in (*lengths, self.padding) if length]
-        self.borders = (0, *accumulate(documents))  # where documents begin, and the row's end
+        self.borders = (0, *accumulate(documents))  # start of each document, and the end of the row
         self.chunk = (self.num_tokens + self.padding) // (CHUNKS_PER_RANK * ring.size)
         self._blocks = lru_cache(maxsize=None)(self._find_blocks)
 
     def chunk_starts(self, rank: int) -> tuple[int, int]:
-        """Return where the chunks of a rank begin in the row."""
+        """Return the positions in the row at which a rank's chunks begin."""
         last = CHUNKS_PER_RANK * self.ring.size - 1
         return rank * self.chunk, (last - rank) * self.chunk
 

@@ -176,7 +176,7 @@ def _logits(role: ModelRole, batch: Pass) -> tuple[float, float]:
     if role.keeps_logits:
         forward += 8
     if role.teacher_logits:
-        forward += 8 + b  # the teacher's logits, as computed and in float32, and probabilities
+        forward += 8 + b  # the teacher's logits (as computed, and in float32) and probabilities
     backward = b + copies + 4 + previous
     if role.keeps_logits:
         backward += 16

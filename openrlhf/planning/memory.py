@@ -267,7 +267,7 @@ class RoleMemory:
             reading = Usage(weights=self.resting_bytes + read)
             candidates.append(replace(reading, framework=idle.framework))
         elif self._is_rounded_while_read:
-            # the pages of the files count until all of their weights are rounded
+            # the files' pages count as memory until all of their weights are rounded
             read = role.shape.stored_width * role.shape.parameters
             candidates.append(idle + Usage(weights=read))
         if role.trained and role.zero_stage > 0:
@@ -275,12 +275,12 @@ class RoleMemory:
         return max(candidates, key=lambda usage: usage.total)
 
     def proved(self) -> Usage:
-        """Return the peak of the check that packed and padded rows get the right numbers."""
+        """Return the peak of the check that packed and padded rows give correct results."""
         return self.loaded() + self.passing() + self._proof()
 
     @property
     def _is_rounded_while_read(self) -> bool:
-        """True if a CPU's process maps wider files than the weights of a frozen model."""
+        """True if, on a CPU, the mapped files of a frozen model are larger than its weights."""
         role = self.role
         on_cpu = self.constants.device == "cpu"
         return on_cpu and not role.trained and role.width < role.shape.stored_width

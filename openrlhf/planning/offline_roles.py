@@ -129,8 +129,8 @@ def offline_roles(config: SupervisedConfig, ranks: int, on_gpus: bool) -> tuple[
 def _teacher_bytes(config: KDConfig, scored: int) -> int:
     """Return the size of the teacher's top logits and their tokens, or of its states, in bytes.
 
-    The states come with the output layer's weights, which are copied if the teacher's own are
-    sharded or leave the device.
+    In addition to the states, the output layer's weights are counted, which are copied if the
+    teacher's own are sharded or leave the device.
     """
     if config.kd.top_k:
         return 16 * scored * config.kd.top_k

@@ -268,7 +268,7 @@ def shape_from_headers(
 
 
 def _stored_width(config: Mapping[str, Any]) -> int:
-    """Return the bytes per parameter of the data type that config.json names."""
+    """Return how many bytes a parameter has in the data type that config.json names."""
     text = text_config(config)
     named = [each.get(key) for each in (text, config) for key in ("dtype", "torch_dtype")]
     return 2 if "bfloat16" in named or "float16" in named else 4

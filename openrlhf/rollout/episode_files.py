@@ -8,7 +8,7 @@
 
 The first line of a file is a header: {"format": 1, "kind": "step", "step": 7, "episodes": 64,
 "run": {…}}. Every other line is a `Trajectory`, keyed by field name. Numbers are stored exactly.
-Labels that JSON can express are stored exactly too; any other label (bytes, dates, images) is
+Labels that are JSON serializable are also stored exactly; any other label (bytes, dates, images) is
 stored as text.
 """
 

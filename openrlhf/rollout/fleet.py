@@ -283,7 +283,7 @@ class Fleet:
             else:
                 member.up = True
             self.say(f"Engine {member.index} is up after {time.monotonic() - began:.1f} s.")
-        except Exception as error:  # nothing else would report an error in this thread
+        except Exception as error:  # otherwise, an error in this thread would not be reported
             self._restart(member, error)
 
     def _watch(self) -> None:
@@ -294,7 +294,7 @@ class Fleet:
                 incomplete = len(self._members) < self.settings.vllm.max_engines
                 if incomplete and not self.hosts and (slots := self._room()):
                     self._join(slots)
-            except Exception as error:  # nothing else would report an error in this thread
+            except Exception as error:  # otherwise, an error in this thread would not be reported
                 self.say(f"Checking the engines failed: {error}")
 
     def find_lost(self) -> None:

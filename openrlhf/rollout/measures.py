@@ -1,4 +1,4 @@
-"""The cost of generation: cached prompt tokens, and the time with only a few samples running."""
+"""The cost of generation: cached prompt tokens, and the time in which only a few samples run."""
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass

@@ -129,5 +129,5 @@ class ReplayGenerator:
                 f"{prompt.tokens[:8]}… in this run. Use the same --data.prompt_dataset, columns, "
                 "template and tokenizer."
             )
-        # Use this run's label and images, because JSON may not be able to express them.
+        # Use this run's label and images, which may not be JSON serializable.
         return [replace(sample, prompt=prompt) for sample in samples]

@@ -65,8 +65,7 @@ class AsyncSource(Source):
         self.held: list[Started] = []
         self._left = self._prompts()
         self._tasks: set[asyncio.Task[None]] = set()
-        # Maps each prompt index to a future that completes when the prompt's last token is
-        # generated.
+        # Maps a prompt's index to a future that completes when its last token has been generated.
         self._sampling: dict[int, asyncio.Future[None]] = {}
         self._publishing = False
         self._changed = asyncio.Event()
@@ -85,7 +84,7 @@ class AsyncSource(Source):
                 yield prompt
 
     def resume(self, *, step: int, consumed: int, folder: Path) -> None:
-        """Resume after `step`, by which point about `consumed` prompts had been drawn.
+        """Resume after `step`, when about `consumed` prompts had been drawn.
 
         `folder`, which `save` wrote to, holds the exact number. Unfinished samples are generated
         again with the current weights.
@@ -128,7 +127,7 @@ class AsyncSource(Source):
     def __iter__(self) -> Iterator[list[Trajectory]]:
         while not self.exhausted:
             groups = None
-            while groups is None:  # each iteration waits for a sample to finish
+            while groups is None:  # each iteration waits until another sample finishes
                 groups = self.loop.run(self._progress(), self.train.step_timeout)
             yield list(chain.from_iterable(groups))
 

@@ -47,11 +47,11 @@ class Capacity:
     ) -> list[int] | None:
         """Return the indices into `held` of the next step's prompts, or None if it has to wait.
 
-        The step trains the weights of version `version` on the oldest finished prompts. It waits
-        for unfinished older prompts that would otherwise become too old: after each step, the
-        remaining prompts must be young enough for the steps that will train on them in order.
-        Rejected prompts belong to the step of the prompts before them. If `last` is true, no more
-        prompts will start, so the step may be smaller.
+        The step trains the weights of version `version` on the oldest finished prompts. A step
+        waits for unfinished older prompts that would otherwise become too old: after each step, the
+        remaining prompts must still be young enough for the later steps, which train on them in
+        order. Rejected prompts belong to the step of the prompts before them. If `last` is true, no
+        more prompts will start, so the step may be smaller.
         """
         kept: list[int] = []
         left: list[Held] = []  # prompts for later steps

@@ -35,8 +35,8 @@ class KTOTask(ReferencedTask[KTOConfig, LabelledRow]):
     """The KTO loss, averaged over the answers of the accumulation window on all ranks.
 
     The KL is the mean of log π − log π_ref over prompts that are paired with the next row's answer,
-    computed without gradient. This happens in a first pass over the window, so that it does not
-    depend on how the window is split.
+    computed without gradient. The KL is computed in a first pass over the window, so that it does
+    not depend on how the window is split.
     """
 
     root: ClassVar = KTOConfig

@@ -182,7 +182,7 @@ class PPOTrainer:
     def evaluate(self) -> None:
         """Evaluate the published weights, and save a checkpoint if they are a new best.
 
-        Termination interrupts only the sampling; it waits for the rest.
+        Termination interrupts only the sampling, and waits for everything else.
         """
         trajectories = self.evaluation.sample(self.step)
         if trajectories is None:
@@ -219,7 +219,7 @@ class PPOTrainer:
     def saving_last_step(self) -> Iterator[None]:
         """Save the last finished step if the block is terminated or fails.
 
-        It handles two failures: the loss of all engines, and an evaluation in which too many
+        This handles two failures: the loss of all engines, and an evaluation in which too many
         episodes fail. If checkpoints are disabled and an evaluation fails, the model is exported
         instead.
         """

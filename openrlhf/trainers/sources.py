@@ -102,7 +102,7 @@ class Source(ABC):
     def rest_of_epoch(self, drawn: int) -> Iterator[Prompt]:
         """Yield the remaining prompts of an epoch, numbered in the order they are drawn.
 
-        `drawn` prompts have already been drawn, over all epochs.
+        `drawn` is the number of prompts that have already been drawn, over all epochs.
         """
         loader = DataLoader(
             self.prompts,
@@ -116,7 +116,7 @@ class Source(ABC):
             yield replace(prompt, index=self._drawn - 1)
 
     def prompt(self, number: int) -> Prompt:
-        """Return the prompt that is drawn after the first `number` prompts."""
+        """Return the prompt that is drawn after `number` prompts have been drawn."""
         row = next(iter(self._order(number)))
         return replace(self.prompts[row], index=number)
 

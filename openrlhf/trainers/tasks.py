@@ -52,7 +52,7 @@ class OfflineTask(ABC, Generic[Config, Row, Micro]):
     # Flags that define the loss. A resumed run must use the same values.
     objective: ClassVar[tuple[str, ...]] = ("model.aux_loss_coef",)
     stores_numbers: ClassVar[bool] = False  # True if `evaluated` stores numbers in the model
-    # Titles that --dry_run shows for the samples `collate` makes from a row; "" hides a sample.
+    # Titles under which --dry_run shows the samples that `collate` makes from a row; "" hides one.
     sample_names: ClassVar[tuple[str, ...]] = ("text",)
 
     def __init__(self, config: Config) -> None:
@@ -78,7 +78,7 @@ class OfflineTask(ABC, Generic[Config, Row, Micro]):
     def frozen_paths(self) -> dict[str, str | None]:
         """Return the paths of the frozen language models, keyed by the flags that name them.
 
-        A path of None stands for a copy of the model from before training.
+        A path of None means a copy of the model as it was before training.
         """
         return {}
 

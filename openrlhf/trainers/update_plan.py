@@ -79,8 +79,8 @@ def _rows_by_episode(episodes: Sequence[int]) -> list[list[int]]:
 def _with_local_rows(steps: list[list[int]]) -> RankUpdate:
     """Return a rank's distinct rows, and its steps as indices into them.
 
-    A rank without rows gets the first row, because some forward passes are collective. No step
-    trains on this row.
+    A rank without rows gets the first row, because some forward passes are collective. No optimizer
+    step trains on this row.
     """
     rows = sorted(set(chain.from_iterable(steps)))
     place = {row: number for number, row in enumerate(rows)}

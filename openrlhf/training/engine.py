@@ -210,7 +210,7 @@ class TrainEngine:
         if not any(totals.values()):
             return StepResult(applied=False, grad_norm=0.0, lr=self._lr())
         for name, total in totals.items():
-            totals[name] = total or 1.0  # avoid dividing by zero: a sum of no terms is 0
+            totals[name] = total or 1.0  # avoids a division by zero; the sum of no terms is 0
         totals |= sums
         terms: list[LossTerm] = []
         with watched_gradients(self.module, enabled=self.nonfinite_in_a_row > 0) as broken:

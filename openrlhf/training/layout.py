@@ -1,6 +1,6 @@
 """Layout of ranks: which rank has which part of the data, of each sequence and of each weight.
 
-Pure functions that need no process group or device.
+Contains pure functions, which need no process group or device.
 """
 
 from dataclasses import dataclass

@@ -19,8 +19,8 @@ from openrlhf.training.quiet_deepspeed import deepspeed
 from openrlhf.training.stored import read_stored_weights
 from openrlhf.training.whole import full_shape, is_adapter
 
-# Maximum number of weights sampled per rank. They take 8 MB in bfloat16, and measure a changed
-# fraction of 1 % to within 0.005 %.
+# Maximum number of weights that each rank samples. The sample takes 8 MB in bfloat16, and if 1 % of
+# the weights change, it measures this fraction to within 0.005 %.
 MAX_SAMPLED_WEIGHTS = 4_000_000
 
 

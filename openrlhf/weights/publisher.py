@@ -1,4 +1,4 @@
-"""The weight publisher in the controller, which agrees on a manifest, sends, verifies and serves.
+"""The controller's weight publisher, which coordinates sending, verifying and serving weights.
 
 The publisher holds no weights. It calls the policy's and the engines' processes through the
 protocols in this module, because their classes are in packages above this one.

@@ -36,7 +36,7 @@ class StepScorer:
     def rewards(self, answers: TokenRows) -> Float[Tensor, " N"]:
         """Return P(correct) ÷ number of steps at the last token of each step, and 0 elsewhere.
 
-        The rewards of a response therefore add up to the mean over its steps. The targets of
+        A response's rewards therefore add up to the mean P(correct) of its steps. The targets of
         `answers` are the sampled tokens.
         """
         device = answers.tokens.device

@@ -1,4 +1,4 @@
-"""Assembly of episodes from token ids.
+"""Tests that assemble episodes from token ids.
 
 Action masks cover exactly the sampled tokens, and each token keeps its log-probability.
 """

@@ -745,7 +745,7 @@ def test_multi_turn_executor_returns_the_log_probabilities_of_a_subclass_s_own_e
     assert builder.rollout_logprobs == expected and sum(builder.action_mask) == 4
 
 
-def test_difference_in_spaces_has_a_notice_of_its_own() -> None:
+def test_difference_in_spaces_has_a_separate_notice() -> None:
     """Each kind of notice is logged only once in a run."""
     engine = byte_level_engine(("a ", "stop"), ("b.a", "stop"), ("a", "stop"))
     shown = "m['content'].split('.')[-1] | trim"

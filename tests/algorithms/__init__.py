@@ -1,1 +1,1 @@
-"""Tests of the mathematics, stated as claims."""
+"""Tests for the mathematics, stated as claims."""

@@ -140,7 +140,7 @@ def test_tis_with_lower_bound_0_truncates_as_in_the_paper() -> None:
     # p = 0.5 and q = 0.25: ln 2 / 2 + ln (2/3) / 2
     [("binary_kl", 0.143841), ("tv", 0.25), ("ratio", 0.5)],
 )
-def test_gate_statistics_match_a_worked_example(gating: Gating, expected: float) -> None:
+def test_gate_statistics_match_worked_example(gating: Gating, expected: float) -> None:
     old, rollout, mask = torch.tensor([[0.25]]).log(), torch.tensor([[0.5]]).log(), torch.ones(1, 1)
     statistic = gate_statistic(old, rollout, mask > 0, gating=gating, level="token")
     assert statistic.item() == pytest.approx(expected, abs=1e-6)

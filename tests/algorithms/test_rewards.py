@@ -1,4 +1,4 @@
-"""Conversion of an episode's reward to token rewards."""
+"""Tests for converting an episode's reward to token rewards."""
 
 import pytest
 import torch

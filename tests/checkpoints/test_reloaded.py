@@ -1,4 +1,4 @@
-"""Comparison of exports with the trained model: correct exports pass, and faults are detected."""
+"""Tests that compare exports with the trained model: correct exports pass, faulty ones fail."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Placement of processes on machines, compared with an exhaustive search over all plans."""
+"""Tests that compare the placement of processes on machines with an exhaustive search."""
 
 from __future__ import annotations
 
@@ -162,6 +162,6 @@ def test_cluster_with_two_kinds_of_machines_in_turn_is_planned_quickly() -> None
     assert plan.places(cluster) is None
 
 
-def test_error_for_a_cluster_without_machines_says_so() -> None:
+def test_error_names_a_cluster_without_machines() -> None:
     with pytest.raises(PlacementError, match=r"has 0 \(no machine\)"):
         Placement(groups=(group("actor", 1, 1),), on_gpus=True).check([])

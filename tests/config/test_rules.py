@@ -449,7 +449,7 @@ def slow_machine(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Path:
 
 
 @pytest.mark.parametrize(("command", "line", "sentence"), WHOLE_LINES)
-def test_whole_command_line_gets_the_expected_error_or_notice(
+def test_full_command_line_gets_the_expected_error_or_notice(
     command: str, line: str, sentence: str, slow_machine: Path
 ) -> None:
     config = resolved(command, line.replace("EARLIER", str(slow_machine)))

@@ -130,7 +130,7 @@ def test_token_budget_holds_for_every_cost_and_number_of_batches(
 
 
 @given(st.lists(ANY_LENGTHS, min_size=1, max_size=5), st.integers(1, 300), ATTENTION)
-def test_ranks_with_enough_rows_run_equally_many_micro_batches(
+def test_ranks_with_enough_rows_run_the_same_number_of_micro_batches(
     ranks: list[list[int]], budget: int, attention: int | None
 ) -> None:
     limits = MicroBatchLimits(size=1, max_tokens=budget, packed=True, attention_length=attention)
@@ -150,7 +150,7 @@ def test_costs_of_ranks_differ_by_at_most_the_largest_row(
     assert max(totals) - min(totals) <= max(costs)
 
 
-def test_attention_makes_one_long_row_cost_more_than_short_rows_with_as_many_tokens() -> None:
+def test_attention_makes_a_long_row_cost_more_than_short_rows_with_the_same_total_tokens() -> None:
     """With A = 100, 4 rows of 100 tokens cost 4 · 100 · 200 and a row of 400 costs 400 · 500."""
     lengths = [400, *[100] * 6]
     assert row_costs([400, 100], 100) == [200_000, 20_000]

@@ -140,7 +140,7 @@ def test_error_for_an_invalid_margin_names_row_and_column(value: Any, seen: str)
 # ---- chat messages
 
 
-def test_whole_conversations_are_rendered_without_a_generation_prompt() -> None:
+def test_full_conversations_are_rendered_without_a_generation_prompt() -> None:
     row = chat([{"chosen": [user("a"), assistant("b")], "rejected": [user("a"), assistant("c")]}])[
         0
     ]

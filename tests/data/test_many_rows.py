@@ -1,4 +1,4 @@
-"""Tokenization of large datasets by several processes.
+"""Tests for tokenizing large datasets in several processes.
 
 The tokenizing processes leave no files behind, even if the command is terminated.
 """

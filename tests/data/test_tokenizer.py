@@ -1,4 +1,4 @@
-"""Loading of tokenizers, which is complete or raises an error that explains the problem."""
+"""Tests that a tokenizer is either loaded completely or rejected with an explanation."""
 
 from __future__ import annotations
 

@@ -83,7 +83,7 @@ def check_same(steps: list[dict[str, Any]], expected: list[dict[str, Any]]) -> N
     ],
     ids=["ring", "split", "ring and split", "ring and split, ZeRO 3"],
 )
-def test_ppo_on_ranks_that_share_work_equals_one_process(
+def test_ppo_on_ranks_that_share_work_equals_ppo_in_one_process(
     workspace: Path,
     tmp_path: Path,
     one_process: list[dict[str, Any]],
@@ -94,7 +94,7 @@ def test_ppo_on_ranks_that_share_work_equals_one_process(
 
 @pytest.mark.verify
 @pytest.mark.parametrize("published", ["adapter", "merged"])
-def test_adapters_on_ranks_that_share_work_equal_those_of_one_process(
+def test_adapters_trained_on_ranks_that_share_work_equal_those_of_one_process(
     workspace: Path, tmp_path: Path, published: str
 ) -> None:
     flags = {"ds.lora.rank": 4, "ds.lora.alpha": 16, "ds.lora.publish": published}

@@ -1,4 +1,4 @@
-"""Tests of frozen runs of older versions.
+"""Tests for frozen runs of older versions.
 
 Their files can be opened, and after a resume they log the numbers that the older version would
 have logged.

@@ -1,4 +1,4 @@
-"""Comparison of what the commands compute with the recorded golden numbers."""
+"""Tests that compare what the commands compute with the recorded golden numbers."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""GRPO on GSM8K with one GPU: the learning curve, speed, agreement with the engine, and memory."""
+"""GRPO on GSM8K with one GPU: measures learning, speed, the gap to the engine, and memory."""
 
 from __future__ import annotations
 
@@ -19,8 +19,8 @@ from typing import Any
 ROOT = Path(__file__).parents[2]
 CONFIG = "examples/real_model/gsm8k.yaml"
 LOOK_S = 0.5  # seconds between two measurements of memory
-WARM_UP = 3  # steps that compile kernels and fill caches
-ENDS = 5  # steps averaged at each end of the curve
+WARM_UP = 3  # number of first steps, which compile kernels and fill caches
+ENDS = 5  # number of steps to average at each end of the curve
 SMALL = {  # flags of a rehearsal on a CPU
     "data.max_samples": 4,
     "train.num_episodes": 1,
@@ -38,7 +38,7 @@ PROMPTS, HELD_OUT = Path("gsm8k/prompts.jsonl"), Path("gsm8k/held_out_prompts.js
 
 
 class GpuMemory(threading.Thread):
-    """The peak memory in use on the first GPU, in GiB; None without a GPU."""
+    """The peak memory in use on the first GPU, in GiB; None if there is no GPU."""
 
     def __init__(self) -> None:
         super().__init__(daemon=True)
@@ -71,9 +71,9 @@ def train(
     seconds: float,
     rehearsal: bool,
 ) -> dict[str, Any]:
-    """Train for at most `seconds`, and return the result of the steps that were completed.
+    """Train for at most `seconds`, and return the results of the completed steps.
 
-    Without a model or data, which only a rehearsal allows, a tiny model and two problems stand in.
+    In a rehearsal, a missing model or data set is replaced by a tiny model or two problems.
     Writes grpo.jsonl (the metrics) and grpo.log to `output`.
     """
     output.mkdir(parents=True, exist_ok=True)
@@ -132,7 +132,7 @@ def command(model: str | Path, data: Path, folder: Path, *, rehearsal: bool) -> 
 
 
 def memory_plan(words: Sequence[str], environment: Mapping[str, str]) -> str:
-    """Return the memory that `openrlhf plan` predicts for a command line, on this machine.
+    """Return the memory that `openrlhf plan` predicts for a command line on this machine.
 
     Returns an empty string if this version has no planner.
     """
@@ -150,7 +150,7 @@ def memory_plan(words: Sequence[str], environment: Mapping[str, str]) -> str:
 
 @contextmanager
 def mirrored(source: Path, target: Path) -> Iterator[None]:
-    """Copy a file every second until the block exits, so that results outlive a killed call."""
+    """Copy a file every second until the block exits, so that a killed call loses no results."""
     finished = threading.Event()
 
     def copy() -> None:
@@ -183,10 +183,11 @@ def read_rows(path: Path) -> list[dict[str, Any]]:
 
 
 def summarize(rows: Sequence[Mapping[str, Any]], began: float) -> dict[str, Any]:
-    """Return the curve and the figures of a run that started at `began`, in seconds.
+    """Return the curve and the measurements of a run that started at `began` (in seconds).
 
-    Speed is the median of the steps after the first ones; `tokens_per_second` counts all tokens of
-    the batch. The gap is between the log-probabilities of engine and trainer, in nats.
+    Speeds are medians over the steps after the first few; `tokens_per_second` counts all tokens of
+    the batch. The gap is the difference between the engine's and the trainer's log-probabilities,
+    in nats.
     """
     steps = [row for row in rows if "train/reward" in row]
     curve = []
@@ -217,7 +218,7 @@ def summarize(rows: Sequence[Mapping[str, Any]], began: float) -> dict[str, Any]
 
 
 def stand_ins(folder: Path, model: str | Path | None, data: Path | None) -> tuple[str | Path, Path]:
-    """Return a model, and data with two held-out problems. Missing ones are made here."""
+    """Return a model and data with two held-out problems, creating whichever is missing."""
     if model is None:
         from tests.tiny import save_tiny_model
 

@@ -1,6 +1,6 @@
-"""Files for a GPU machine without a network, cut into pieces that fit into one transfer each.
+"""Cuts files for a GPU machine without a network into pieces that each fit into one transfer.
 
-Uses only the standard library, because it runs on a machine before anything is installed.
+Only the standard library is used, because the machine has no packages installed yet.
 """
 
 from __future__ import annotations
@@ -19,12 +19,12 @@ from pathlib import Path
 
 MIB = 2**20
 MANIFEST = "manifest.json"
-MARGIN = MIB // 4  # for the manifest of each piece
+MARGIN = MIB // 4  # reserved for the manifest of each piece
 
 
 @dataclass(frozen=True, kw_only=True)
 class Piece:
-    """One folder of pieces: part of an archive, and a manifest of all parts."""
+    """A piece: a folder with one part of an archive, and with a manifest of all parts."""
 
     folder: Path
     nbytes: int
@@ -47,10 +47,10 @@ def tree_nbytes(root: Path) -> int:
 
 
 def pack(files: Iterable[tuple[str, Path]], out: Path, room: int) -> list[Piece]:
-    """Write files, named as in the archive, to `out` as the fewest equal pieces of `room` bytes.
+    """Pack files, keyed by name in the archive, into as few pieces of `room` bytes as possible.
 
-    Text is compressed; wheels and .tar.xz archives already are. Raises ValueError if `room` is less
-    than a MiB.
+    Text files are compressed; wheels and .tar.xz archives already are. Raises ValueError if `room`
+    is less than a MiB.
     """
     if room < MIB:
         raise ValueError(f"{room / MIB:.1f} MiB is too little room for a piece")
@@ -73,7 +73,7 @@ def pack(files: Iterable[tuple[str, Path]], out: Path, room: int) -> list[Piece]
 
 
 def split(whole: Path, out: Path, room: int) -> list[Piece]:
-    """Cut a file into the fewest equal parts of at most `room` bytes."""
+    """Cut a file into as few equal parts of at most `room` bytes as possible."""
     nbytes = whole.stat().st_size
     count = max(1, -(-nbytes // room))
     length = -(-nbytes // count)
@@ -97,13 +97,13 @@ def split(whole: Path, out: Path, room: int) -> list[Piece]:
 
 
 class DamagedPiece(Exception):
-    """A piece whose content is not what was packed."""
+    """A piece whose content has changed since it was packed."""
 
 
 def receive(piece: Path, store: Path) -> list[str]:
-    """Copy a piece to `store`, which outlives the transfer. Returns the names of missing parts.
+    """Copy a piece to `store`, which is kept between calls. Returns the names of missing parts.
 
-    Raises DamagedPiece if the content was changed, or belongs to another pack.
+    Raises DamagedPiece if the content was changed or belongs to another pack.
     """
     sums: dict[str, str] = json.loads((piece / MANIFEST).read_text())
     store.mkdir(parents=True, exist_ok=True)
@@ -134,9 +134,9 @@ def unpack(store: Path, kit: Path) -> None:
 
 
 def install(wheels: Path, site: Path, *, skip: tuple[str, ...] = ()) -> None:
-    """Install wheels into `site`, except those whose name begins with a word of `skip`.
+    """Install wheels into `site`, except those whose names begin with one of `skip`.
 
-    An archive *.tar.xz is a site folder into which packages were installed before.
+    A *.tar.xz archive contains a site folder into which packages have already been installed.
     """
     site.mkdir(parents=True, exist_ok=True)
     for path in sorted(wheels.glob("*.tar.xz")):

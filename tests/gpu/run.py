@@ -27,7 +27,7 @@ MINUTES = 5
 FOLDER = "tests/gpu"
 NO_TIME = "no time left"
 REHEARSAL_FACTOR = 2  # a busy CPU takes longer
-SHORTEST_S = 5  # a check is not started if less time is left
+SHORTEST_S = 5  # checks are not started if less time is left
 # Each entry has a time limit in seconds. The tests in an entry share a process, because a machine's
 # first import of the libraries takes 20 seconds.
 CHECKS = {  # paths that no other test covers; about four minutes on an H200
@@ -45,7 +45,7 @@ CHECKS = {  # paths that no other test covers; about four minutes on an H200
     ): 150,
     ("test_speed.py::test_training",): 90,
 }
-MORE = {  # run if their whole time limit is left
+MORE = {  # run only if their full time limit is left
     ("test_hybrid.py::test_grpo_runs_with_models_and_engine_on_one_gpu",): 240,
     ("test_speed.py::test_generation",): 180,
 }
@@ -135,9 +135,9 @@ def run(
     *,
     more: Mapping[Sequence[str], int] | None = None,
 ) -> bool:
-    """Run the checks, then `more` if time is left, and write `output` after each one.
+    """Run the checks and, if time is left, also `more`. Write `output` after each of them.
 
-    Returns whether at least one check passed, none failed, and all of `checks` were run.
+    Returns True if all of `checks` were run, at least one check passed, and none failed.
     """
     results: dict[str, dict[str, Any]] = {}
     seen = {"versions": versions(), "checks": results}

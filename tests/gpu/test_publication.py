@@ -114,7 +114,7 @@ class Served:
 
 @pytest.fixture(scope="module")
 def served(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Served]:
-    """Start one engine for two tests, because an engine takes more than a minute to start."""
+    """Share one engine between two tests, because an engine takes more than a minute to start."""
     folder = tmp_path_factory.mktemp("served")
     # Larger weights make attention so sharp that rounding to bfloat16 alone changes
     # log-probabilities by 0.1 nats.

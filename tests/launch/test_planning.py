@@ -1,4 +1,4 @@
-"""Tests of `openrlhf plan`, and of the memory plan that a dry run and a start show."""
+"""Tests for `openrlhf plan`, and for the memory plan that a run prints at the start."""
 
 from __future__ import annotations
 
@@ -24,9 +24,9 @@ MIB = 2**20
 
 @pytest.fixture(autouse=True)
 def undo_globals(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Restore the number of GPUs and processes that a plan sets.
+    """Undo changes that a plan makes to the numbers of GPUs and processes.
 
-    With several processes, a command that fails ends its process, which would be the tests' own.
+    If a plan sets several processes, a failing command would end the tests' own process.
     """
     monkeypatch.setattr("openrlhf.cli.common.leave", lambda status: None)
     monkeypatch.setattr(machine, "cluster_gpus", None)
@@ -43,14 +43,14 @@ def machine_with(mebibytes: int) -> Cluster:
     return Cluster(device_bytes=mebibytes * MIB, on_gpus=False)
 
 
-def test_words_are_split_into_own_and_planned_ones() -> None:
+def test_words_are_split_between_plan_and_planned_command() -> None:
     line = "sft --ds.zero_stage 3 --cluster 4x24GB --json --train.batch_size=8 --longest"
     own, planned = plan_program.split(line.split())
     assert own == ["--command", "sft", "--cluster", "4x24GB", "--json", "--longest"]
     assert planned == ["--ds.zero_stage", "3", "--train.batch_size=8"]
 
 
-def test_plan_prints_a_table_a_verdict_and_flags_that_fit(
+def test_plan_prints_table_verdict_and_flags_that_fit(
     paths: dict[str, str], capsys: pytest.CaptureFixture[str]
 ) -> None:
     line = f"sft --model.model_name_or_path {paths['llama2-7b']} --cluster 4x24GB --longest"
@@ -73,7 +73,7 @@ def test_plan_as_json_has_bytes_by_instant_model_and_kind(
     assert found["fits"] == (found["nearest"] is None) if "nearest" in found else found["fits"]
 
 
-def test_speed_of_an_rl_step_has_its_phases(
+def test_speed_of_rl_step_lists_its_phases(
     paths: dict[str, str], capsys: pytest.CaptureFixture[str]
 ) -> None:
     line = (
@@ -115,7 +115,7 @@ def test_speed_of_an_rl_step_has_its_phases(
         ("reward_test --cluster 4x24GB", "--command"),
     ],
 )
-def test_mistakes_exit_with_status_2_and_are_named(
+def test_mistakes_are_reported_with_exit_status_2(
     line: str, named: str, paths: dict[str, str], capsys: pytest.CaptureFixture[str]
 ) -> None:
     with pytest.raises(SystemExit) as exit_:

@@ -1,4 +1,4 @@
-"""Placement of the roles in launch scripts on declared clusters.
+"""Tests for placing the roles of launch scripts on declared clusters.
 
 The scripts use both current and older flag names.
 """

@@ -1,4 +1,4 @@
-"""Tests of --ref.precompute: runs with the same rows and reference share a file of scores."""
+"""Tests for --ref.precompute: runs with the same rows and reference share a file of scores."""
 
 from __future__ import annotations
 

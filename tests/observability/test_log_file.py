@@ -1,4 +1,4 @@
-"""Logging to a full disk, which does not raise; lines are written once there is room."""
+"""Tests for logging to a full disk: nothing is raised, and lines are written once there is room."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Reduction of logged metrics."""
+"""Tests for reducing logged metrics."""
 
 import math
 import pickle

@@ -1,4 +1,4 @@
-"""Logging of runs, including resumed runs that continue in the same files."""
+"""Tests for logging runs, including resumed runs that continue in the same files."""
 
 from __future__ import annotations
 

@@ -19,7 +19,7 @@ MakePlan = Callable[[str, str], Plan]
 
 @pytest.fixture(scope="session")
 def models(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
-    """Paths of folders with the config.json of published models."""
+    """Paths to folders with the config.json files of published models."""
     return write_models(tmp_path_factory.mktemp("models"))
 
 
@@ -27,7 +27,7 @@ def models(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
 def configure(models: dict[str, str], monkeypatch: pytest.MonkeyPatch) -> Configure:
     """Return the resolved configuration of a command line for a cluster.
 
-    The name of a published model in braces becomes its path: {llama2-7b}.
+    A model's name in braces, such as {llama2-7b}, is replaced by the model's path.
     """
     monkeypatch.setattr(machine, "cluster_gpus", None)
     monkeypatch.setattr(machine, "only_plans", False)

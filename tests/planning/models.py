@@ -1,4 +1,4 @@
-"""Configurations of published models, as their config.json files have them."""
+"""Configurations of published models, as in their config.json files."""
 
 from __future__ import annotations
 
@@ -57,7 +57,7 @@ MODELS: dict[str, dict[str, Any]] = {
         "vocab_size": 128256,
     },
 }
-# The numbers of parameters that the models' publications and model cards state, in 10⁹.
+# Billions of parameters, as stated in publications and model cards.
 PUBLISHED = {
     "llama2-7b": 6.74,
     "llama2-13b": 13.02,

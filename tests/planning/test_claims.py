@@ -1,4 +1,4 @@
-"""Tests of known claims: which training runs fit on which cluster, and which do not."""
+"""Tests for setups that are known to fit, or known not to fit, on a cluster."""
 
 from __future__ import annotations
 
@@ -22,8 +22,8 @@ RL = (
     "--vllm.gpu_memory_utilization 0.6 --actor.gradient_checkpointing_enable "
     "--ds.packing_samples --ds.zero_stage 3 --ds.adam_offload"
 )
-# PPO with four models of 13B parameters, two devices for each trained model, as the paper places
-# the roles of its largest comparison on one machine.
+# PPO with four 13B models on one machine, and two devices for each trained model. The paper places
+# the roles of its largest comparison in this way.
 PPO_13B = (
     "ppo --actor.model_name_or_path {llama2-13b} --critic.model_name_or_path {llama2-13b} "
     "--reward.model_name_or_path {llama2-13b} --algo.advantage.estimator gae "
@@ -68,7 +68,7 @@ def test_published_setups_fit(plan: MakePlan, line: str, cluster: str) -> None:
         ("sft --model.model_name_or_path {llama2-7b} --ds.zero_stage 0", "8xA100-80GB"),
     ],
 )
-def test_setups_that_cannot_fit_are_recognized(plan: MakePlan, line: str, cluster: str) -> None:
+def test_setups_known_not_to_fit_do_not_fit(plan: MakePlan, line: str, cluster: str) -> None:
     assert not plan(line, cluster).fits
 
 
@@ -80,14 +80,14 @@ def test_run_that_needs_more_devices_than_the_cluster_has_does_not_fit(plan: Mak
 
 
 def test_adam_state_of_7b_parameters_takes_sixteen_bytes_per_parameter(plan: MakePlan) -> None:
-    """Weights and gradients in bfloat16 and float32, master weights and two moments."""
+    """The state is a float32 gradient (4 bytes), a master weight (4) and two moments (8)."""
     planned = plan(f"sft --model.model_name_or_path {{llama2-7b}} {FULL}", "1x24GB")
     held = planned.pools[0].at(Instant.IDLE)["policy"]
     state = held.gradients + held.optimizer
     assert state / 6.738e9 == pytest.approx(16, rel=0.01)  # 4 + 4 + 8
 
 
-def test_engine_that_cannot_hold_its_weights_is_named(plan: MakePlan) -> None:
+def test_plan_reports_engine_too_small_for_its_weights(plan: MakePlan) -> None:
     line = f"{RL} --actor.model_name_or_path {{llama2-70b}} --actor.num_nodes 2"
     problems = plan(line, "2x8xA100-80GB").pools[0].problems
     assert "--vllm.gpu_memory_utilization" in problems[0]
@@ -111,7 +111,7 @@ def test_advised_flags_fit_when_they_are_typed(
     assert plan(f"{line} {found.typed(config)}", "8xA100-80GB").fits
 
 
-def test_engine_share_is_lowered_if_only_that_is_too_large(configure: Configure) -> None:
+def test_advice_lowers_engine_share_if_only_the_share_is_too_large(configure: Configure) -> None:
     line = f"{RL} --actor.model_name_or_path {{llama2-7b}} --vllm.gpu_memory_utilization 0.95"
     hybrid = configure(f"{line} --vllm.num_engines 8", "8xA100-80GB")
     found = advice.nearest_fit(hybrid, parse_cluster("8xA100-80GB"))

@@ -1,4 +1,4 @@
-"""Tests of clusters written as text."""
+"""Tests for parsing clusters."""
 
 from __future__ import annotations
 
@@ -39,12 +39,12 @@ def test_cpu_machine_has_the_given_or_the_free_memory() -> None:
 @pytest.mark.parametrize(
     "text", ["", "8", "8x", "x8", "8xFOO", "8xA100-80", "0x24GB", "4x0GB", "gpu", "2x8x2x24GB"]
 )
-def test_other_texts_are_rejected_and_named(text: str) -> None:
+def test_invalid_clusters_are_rejected_with_their_text(text: str) -> None:
     with pytest.raises(PlanError, match=f"--cluster {text}"):
         parse_cluster(text)
 
 
-def test_unknown_device_needs_its_memory() -> None:
+def test_unknown_device_requires_a_memory_size() -> None:
     with pytest.raises(PlanError, match="FOO-24GB"):
         parse_cluster("8xFOO")
     assert parse_cluster("8xFOO-24GB").device_bytes == 24 * GIB

@@ -1,4 +1,4 @@
-"""Tests that the planner's copies of the product's constants are up to date.
+"""Tests that the planner's copies of constants in other packages are up to date.
 
 The planner does not import torch, so it cannot import these modules.
 """
@@ -26,7 +26,7 @@ from openrlhf.workers import base
 from tests.tiny import tiny_config
 
 
-def test_sizes_that_the_planner_repeats_equal_those_of_the_product() -> None:
+def test_planner_copies_of_constants_equal_the_originals() -> None:
     assert activations.CHUNK_LOGITS == tensors.CHUNK_LOGITS
     assert memory.BUCKET_BYTES == base.BUCKET_BYTES
     assert memory.SAMPLED_WEIGHTS == masters.MAX_SAMPLED_WEIGHTS

@@ -1,4 +1,4 @@
-"""Properties of predictions: what saves memory never needs more of it."""
+"""Properties of predictions: a memory-saving setting never increases the memory."""
 
 from __future__ import annotations
 
@@ -84,7 +84,9 @@ def test_fewer_tokens_never_need_more_memory(stage: int, dtype: str) -> None:
     ],
     ids=str,
 )
-def test_saving_never_needs_more_memory(stage: int, saving: dict[str, object]) -> None:
+def test_memory_saving_settings_never_need_more_memory(
+    stage: int, saving: dict[str, object]
+) -> None:
     role = replace(ROLE, zero_stage=stage, entropy=True)
     if stage == 0 and "adam_offload" in saving:
         return  # a rule refuses this combination
@@ -119,8 +121,8 @@ def test_cpu_prediction_includes_what_a_gpu_run_keeps_in_cpu_memory() -> None:
     assert cpu >= host > 0
 
 
-def test_zero_stages_shard_what_the_paper_says() -> None:
-    """Stage 1 shards the optimizer state, stage 2 also gradients, stage 3 also weights.
+def test_zero_stages_shard_the_same_state_as_in_the_paper() -> None:
+    """Stage 1 shards the optimizer state, stage 2 gradients as well, and stage 3 weights as well.
 
     Rajbhandari et al. 2020, arXiv:1910.02054, figure 1: 16 bytes per parameter with mixed
     precision, of which 12 are the optimizer state.

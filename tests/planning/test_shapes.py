@@ -1,4 +1,4 @@
-"""Tests that a model's weights follow exactly from its config.json or its files' headers."""
+"""Tests that a model's weights are derived exactly from its config.json or file headers."""
 
 from __future__ import annotations
 
@@ -56,7 +56,7 @@ def real_model(model_type: str, extra: dict[str, Any], auto: Any = AutoModelForC
 
 
 def stored_config(model: Any) -> dict[str, Any]:
-    """Return the configuration as `save_pretrained` writes it, without default values."""
+    """Return the configuration as written by `save_pretrained`, which omits default values."""
     return json.loads(model.config.to_json_string())
 
 
@@ -95,7 +95,7 @@ def test_windows_equal_those_of_the_transformers_layers(
     windows: list[int | None] = []
     for layer in model.model.layers:
         windows.append(getattr(layer.self_attn, "sliding_window", None))
-    if model_type == "mistral":  # its layers read the window from the configuration
+    if model_type == "mistral":  # each layer reads the window from the configuration
         windows = [64] * 4
     assert list(shape_from_config(stored_config(model)).windows) == windows
 
@@ -106,7 +106,7 @@ def test_published_models_have_their_published_number_of_parameters(name: str) -
     assert shape.parameters / 1e9 == pytest.approx(PUBLISHED[name], rel=0.002)
 
 
-def test_active_parameters_of_a_mixture_count_only_the_experts_of_a_token() -> None:
+def test_active_parameters_count_only_the_experts_of_one_token() -> None:
     model = real_model("qwen3_moe", MIXTURE)
     shape = shape_from_config(stored_config(model))
     experts = sum(p.numel() for name, p in model.named_parameters() if ".experts." in name)

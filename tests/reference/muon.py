@@ -19,14 +19,14 @@ def newton_schulz(matrix: Tensor, iterations: int = 5) -> Tensor:
 
 
 class Muon:
-    """The momentum of one matrix, and the steps that follow from it."""
+    """The momentum of one matrix, and the matrix's steps."""
 
     def __init__(self, *, momentum: float = 0.95, nesterov: bool = True, iterations: int = 5):
         self.momentum, self.nesterov, self.iterations = momentum, nesterov, iterations
         self.buffer: Tensor | None = None
 
     def step(self, gradient: Tensor) -> Tensor:
-        """Return the change of the matrix for a learning rate of 1."""
+        """Return the change in the matrix at a learning rate of 1."""
         if self.buffer is None:
             self.buffer = torch.zeros_like(gradient)
         self.buffer = self.momentum * self.buffer + (1 - self.momentum) * gradient

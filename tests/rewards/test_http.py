@@ -151,7 +151,7 @@ def test_unreachable_server_is_reported_before_the_run(
         asyncio.run(served_by([server.url, dead], timeout=1, retries=0).check())
 
 
-def test_total_wait_for_a_server_that_drops_packets_is_start_s(monkeypatch: pytest.MonkeyPatch):
+def test_wait_for_a_server_that_drops_packets_is_limited(monkeypatch: pytest.MonkeyPatch):
     async def drop(self: Any, asked: httpx.Request) -> httpx.Response:
         await asyncio.sleep(asked.extensions["timeout"]["connect"])
         raise httpx.ConnectTimeout("no response")

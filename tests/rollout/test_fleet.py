@@ -1,4 +1,4 @@
-"""Restarts of lost engines by a fleet, with fake processes, fake devices and a fake Ray."""
+"""Tests that a fleet restarts lost engines, with fake processes, devices and Ray."""
 
 from __future__ import annotations
 

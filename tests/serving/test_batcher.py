@@ -1,4 +1,4 @@
-"""Batching of concurrent requests: which requests form a batch, their scores, and their errors."""
+"""Tests for batching concurrent requests: which requests form a batch, scores, and errors."""
 
 from __future__ import annotations
 

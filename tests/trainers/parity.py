@@ -195,7 +195,7 @@ def run_world(ranks: int, cases: list[Case], folder: Path) -> dict[Case, dict[st
 
 
 def run_cases(cases: list[Case], folder: Path, out: Path) -> None:
-    """Run the cases as one rank. A case that fails on all ranks does not end the others."""
+    """Run the cases as one rank. If a case fails on all ranks, the other cases still run."""
     is_main = os.environ["RANK"] == "0"
     OPTIMIZERS.register("sgd")(sgd)
     results: dict[Case, dict[str, Any] | str] = {}

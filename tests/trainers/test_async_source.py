@@ -1,4 +1,4 @@
-"""Tests of the asynchronous source, with an engine that echoes prompts.
+"""Tests for the asynchronous source, with an engine that echoes prompts.
 
 The tests cover weight versions, checkpoint contents, and when prompts start.
 """

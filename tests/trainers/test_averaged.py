@@ -1,4 +1,4 @@
-"""Tests of --train.enable_ema in the offline trainers.
+"""Tests for --train.enable_ema in the offline trainers.
 
 The averaged weights are exported and survive a resume. A reward model stores the reward scale of
 its averaged weights.

@@ -1,4 +1,4 @@
-"""Tests of early stopping and of how the best evaluation is chosen."""
+"""Tests for early stopping and for choosing the best evaluation."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Tests of the capacity rule of asynchronous training, with samples that finish in any order."""
+"""Tests for the capacity rule of asynchronous training, with samples that finish in any order."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Tests of the experience maker, which computes advantages from rewards.
+"""Tests for the experience maker, which computes advantages from rewards.
 
 Results are either computed by hand for small batches or compared with loops from the papers.
 """

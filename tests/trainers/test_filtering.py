@@ -1,4 +1,4 @@
-"""Tests of dynamic filtering: which prompts each step has, how many are drawn, and none is lost."""
+"""Tests for dynamic filtering: each step's prompts, how many are drawn, and that none is lost."""
 
 from __future__ import annotations
 
@@ -200,7 +200,7 @@ def steps_of(
 
 
 def groups(step: Sequence[Trajectory]) -> list[tuple[int, bool]]:
-    """Return each prompt's number and whether it was kept."""
+    """Return each prompt's index and whether it was kept."""
     return [
         (index, not next(group).filtered)
         for index, group in groupby(step, key=lambda t: t.prompt.index)

@@ -1,4 +1,4 @@
-"""Tests of the optimizer steps of the offline tasks.
+"""Tests for the optimizer steps of the offline tasks.
 
 A step's result does not depend on how its rows are split, and matches a plain float64 loop.
 """

@@ -10,7 +10,7 @@ from pathlib import Path
 from tests.ranks import ROOT
 
 
-def test_layouts_of_ranks_equal_one_process(tmp_path: Path):
+def test_every_layout_of_ranks_gives_the_same_result_as_one_process(tmp_path: Path):
     # This runs in its own process, because ranks must be forked before any thread is started.
     command = [sys.executable, "-m", "tests.trainers.parity", str(tmp_path)]
     finished = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=500)

@@ -1,4 +1,4 @@
-"""Tests of --eval.patience in both training loops: when a run ends and which weights it exports.
+"""Tests for --eval.patience in both training loops: when a run ends and which weights it exports.
 
 A resumed run ends at the same step as an uninterrupted one. The model is a single number, the step
 that produced it. Evaluation results are predefined.

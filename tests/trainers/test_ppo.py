@@ -1,4 +1,4 @@
-"""Tests of the RL training loop: which samples it keeps, what it logs, and how a run ends."""
+"""Tests for the RL training loop: which samples it keeps, what it logs, and how a run ends."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Tests of publication with a policy process and a tensor-parallel engine on two processes."""
+"""Tests for publication with a policy process and a tensor-parallel engine on two processes."""
 
 from __future__ import annotations
 

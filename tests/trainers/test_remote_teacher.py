@@ -1,4 +1,4 @@
-"""Tests of a teacher model on a server: log-probabilities, vocabulary check and failures."""
+"""Tests for a teacher model on a server: log-probabilities, vocabulary check and failures."""
 
 from __future__ import annotations
 

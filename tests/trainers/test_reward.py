@@ -1,4 +1,4 @@
-"""Tests of the reward scale that is measured by a reward model's evaluation."""
+"""Tests for the reward scale that is measured by a reward model's evaluation."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Tests of prompt sources and evaluation.
+"""Tests for prompt sources and evaluation.
 
 The prompts of a step depend only on the seed and the position in the run. Evaluation counts every
 prompt once.
@@ -116,7 +116,7 @@ def source(loop: BackgroundLoop) -> Callable[..., SyncSource]:
 
 
 def drawn(made: SyncSource) -> list[list[tuple[int, str]]]:
-    """Return, for each step, the running number and text of each prompt."""
+    """Return, for each step, the index and text of each prompt."""
     return [[(t.prompt.index, t.prompt.text) for t in step] for step in made]
 
 

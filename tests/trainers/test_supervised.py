@@ -1,4 +1,4 @@
-"""Tests of the order of rows in the offline loop.
+"""Tests for the order of rows in the offline loop.
 
 Every epoch has only full batches, and a resumed run processes the remaining rows. An evaluation
 counts each row once, on any number of ranks.
@@ -136,7 +136,7 @@ def batches(made: SupervisedTrainer[int, TokenRows], *, from_step: int = 0) -> l
     return seen
 
 
-def test_every_epoch_has_whole_batches_of_distinct_rows_in_its_own_order(
+def test_every_epoch_has_full_batches_of_distinct_rows_in_its_own_order(
     tmp_path: Path,
 ) -> None:
     steps = batches(trainer(tmp_path, CountingTask()))

@@ -1,4 +1,4 @@
-"""Tests of details of the offline tasks, with models that return fixed values."""
+"""Tests for details of the offline tasks, with models that return fixed values."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Tests of the assignment of rows to optimizer steps and ranks.
+"""Tests for the assignment of rows to optimizer steps and ranks.
 
 A step's rows do not depend on the number of ranks, and each row is trained on once per epoch.
 """

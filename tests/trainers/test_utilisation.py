@@ -1,4 +1,4 @@
-"""Tests of utilization and overlap metrics against values computed by hand."""
+"""Tests for utilization and overlap metrics against values computed by hand."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Ranks that train a tiny model with an optimizer in several layouts, and save its weights."""
+"""A rank that trains a tiny model with an optimizer in several layouts, and saves the weights."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ OPTIMIZER = OptimizerConfig(
 
 @dataclass(frozen=True, kw_only=True)
 class Case:
-    """One run: a layout of ranks and the settings of the optimizer."""
+    """A run: its layout of ranks and the settings of its optimizer."""
 
     ranks: int = 2
     zero: int = 1

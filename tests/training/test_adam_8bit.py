@@ -1,4 +1,4 @@
-"""Tests of AdamW with 8-bit moments against float64, and of resumed runs, in several layouts."""
+"""Tests for AdamW with 8-bit moments against float64, and for resumed runs, in all layouts."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ ADAM = AdamConfig(lr=1e-3, weight_decay=0.1)
 # Errors relative to the distance that a weight has moved. Rounding to 8 bits causes 2 to 3 %;
 # weights with 32-bit moments follow the changes of the others.
 ROUNDING = (0.01, 0.05)
-SHARED_BLOCKS = (0.05, 0.2)  # of the worst weight, if the moments of two are in the same block
+SHARED_BLOCKS = (0.05, 0.2)  # of the worst weight, if some blocks have moments of two weights
 UNROUNDED = (0.0, 0.01)
 EightBit = partial(Case, optim="adam_8bit", adam=ADAM, model="llama-wide", steps=STEPS)
 
@@ -66,7 +66,7 @@ def errors(
 
 
 def check_errors(found: list[dict[str, Tensor]], exact: list[dict[str, Tensor]]) -> None:
-    """Check that weights with 8-bit moments have rounding errors, and the others have none."""
+    """Check that weights with 8-bit moments have rounding errors and that the others have none."""
     of_weights = errors(exact[0], found[STEPS], exact[-1])
     assert len(of_weights) == len(exact[0])
     for name, error in of_weights.items():

@@ -55,8 +55,10 @@ def test_lock_of_a_running_compilation_is_kept(
 @pytest.mark.verify
 @pytest.mark.timeout(900)
 def test_offloaded_adam_is_loaded_despite_a_planted_lock(tmp_path: Path) -> None:
-    """Torch's own loader waits for the lock forever. The operator comes from the machine's cache
-    if it is there; otherwise, it is compiled."""
+    """Torch's own loader would wait for the lock forever.
+
+    The operator is copied from the machine's cache or, if it is not cached, compiled.
+    """
     for build in BUILDS.glob("*/cpu_adam"):
         shutil.copytree(build, tmp_path / "cpu_adam", dirs_exist_ok=True)
     (tmp_path / "cpu_adam").mkdir(exist_ok=True)

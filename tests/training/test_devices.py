@@ -1,4 +1,4 @@
-"""Tests of environment variables and of ports that the system gives to no other socket."""
+"""Tests for environment variables, and for ports that no other socket is assigned."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ import pytest
 from openrlhf.training import devices
 from tests.ranks import ROOT
 
-# Multiplies bfloat16 matrices of many shapes, and prints the growth of the process in MiB.
+# Multiplies bfloat16 matrices of many shapes, and prints by how many MiB the process has grown.
 PRODUCTS = """
 import psutil
 import torch
@@ -46,7 +46,7 @@ def test_worker_environment_hides_gpus_from_cpu_processes() -> None:
     assert "CUDA_VISIBLE_DEVICES" not in devices.worker_environment("cuda", threads=1)
 
 
-def test_compiled_kernels_of_varying_batches_are_not_all_kept() -> None:
+def test_number_of_cached_kernels_is_limited() -> None:
     environment = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
     command = [sys.executable, "-c", PRODUCTS]
     done = subprocess.run(command, env=environment, capture_output=True, text=True, check=True)

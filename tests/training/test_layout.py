@@ -1,4 +1,4 @@
-"""Tests of properties that every layout of ranks has."""
+"""Tests for properties that every layout of ranks has."""
 
 from __future__ import annotations
 

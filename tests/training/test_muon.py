@@ -1,4 +1,4 @@
-"""Tests of Muon's steps in float64, of clipping, and of resumed runs, in several layouts."""
+"""Tests for Muon against float64, for clipping and for resumed runs, in several layouts."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from tests.reference.supervised import mean_loss
 from tests.training.optimizer_worker import MUON, OPTIMIZER, STEPS, Case, run_all
 from tests.training.window_worker import batch
 
-TOLERANCE = 5e-4  # of the norm of a step
+TOLERANCE = 5e-4  # relative to the norm of a step
 
 
 def is_matrix(name: str, weight: Tensor) -> bool:
@@ -61,7 +61,7 @@ def reference(folder: Path, case: Case) -> list[dict[str, Tensor]]:
 def check_steps(
     found: list[dict[str, Tensor]], expected: list[dict[str, Tensor]], case: Case
 ) -> None:
-    """Check that every step of every weight is near the step in float64."""
+    """Check that each step of each weight is close to the step in float64."""
     for step in range(STEPS):
         for name, weight in expected[step].items():
             if name not in found[step]:

@@ -1,4 +1,4 @@
-"""Tests of optimizers, weight decay and the learning-rate schedule."""
+"""Tests for optimizers, weight decay and the learning-rate schedule."""
 
 from __future__ import annotations
 

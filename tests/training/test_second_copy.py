@@ -1,4 +1,4 @@
-"""Tests of the second copy of the weights that --ds.zpg keeps."""
+"""Tests for the second copy of the weights that --ds.zpg keeps."""
 
 from __future__ import annotations
 

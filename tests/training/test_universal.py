@@ -1,4 +1,4 @@
-"""Tests of universal checkpoints: a run in a different layout of ranks resumes identically."""
+"""Tests for universal checkpoints: runs continue unchanged in a different layout of ranks."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ Fields = dict[str, Any]  # fields of `universal_worker.Job`
 
 
 def run(model: Path | str, *worlds: list[Fields]) -> None:
-    """Run lists of jobs, each list in a world of its own.
+    """Run lists of jobs, each list in its own world of processes.
 
     Raises AssertionError with the output if a job fails.
     """
@@ -105,7 +105,7 @@ def test_run_resumes_in_a_different_layout(
 ) -> None:
     model = save_tiny_model(tmp_path / "model", kind)
     folders = [tmp_path / f"{number} (1+)" for number in range(len(changes))]
-    # DeepSpeed cannot build an engine without tensor parallelism after one with it.
+    # After an engine with tensor parallelism, DeepSpeed cannot build one without.
     worlds: dict[tuple[bool, int, int], list[Fields]] = {}
     for folder, (before, after) in zip(folders, changes, strict=True):
         start = worlds.setdefault((False, before["ranks"], before.get("tp", 1)), [])
@@ -119,7 +119,7 @@ def test_run_resumes_in_a_different_layout(
 
 
 def check_resumed(folder: Path, tolerance: float) -> None:
-    """Check that the resumed run ends as the uninterrupted one."""
+    """Check that the resumed run ends like the uninterrupted one."""
     half, whole, rest = (
         torch.load(f"{folder}-{part}/found.pt") for part in ("half", "whole", "rest")
     )

@@ -1,4 +1,4 @@
-"""Training runs of the universal-checkpoint tests: a few steps of a tiny model in some layouts.
+"""Training runs for the universal-checkpoint tests: a few steps of a tiny model.
 
 The ranks are forked from a process that has imported the libraries.
 """
@@ -137,8 +137,8 @@ def run(jobs: list[Job], model: str) -> None:
 def main() -> None:
     """Run lists of jobs, one list after another.
 
-    Command-line arguments: model folder, then the lists as JSON. The jobs in a list use the same
-    ranks.
+    Command-line arguments: the model folder, then the lists as JSON. The jobs in a list use the
+    same ranks.
     """
     torch.set_num_threads(1)
     for fields in json.loads(sys.argv[2]):

@@ -1,4 +1,4 @@
-"""Rehearsal of the GPU checks on a CPU with small models."""
+"""Rehearses the GPU checks on a CPU with small models."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Comparison of synchronous and asynchronous training in an environment with random latency.
+"""Compares synchronous and asynchronous training in an environment with random latency.
 
 The results are written to a page in docs/results/.
 """

@@ -56,7 +56,7 @@ def sft_flags(workspace: Path, folder: Path, **changes: Any) -> dict[str, Any]:
         "train.enable_ema": True,
         "train.ema_beta": 0.5,
         "adam.lr": 1e-2,
-        "adam.eps": 1e-2,  # limits how much AdamW amplifies rounding
+        "adam.eps": 1e-2,  # a large ε limits how much AdamW amplifies rounding errors
         "ds.param_dtype": "fp32",
         "ds.packing_samples": True,
         "ckpt.save_steps": 3,
@@ -132,7 +132,7 @@ def test_killed_run_in_a_layout_resumes_to_the_last_bit_and_exports_what_one_pro
     for name, weight in expected.items():
         assert torch.equal(found[name], weight), name
 
-    # One process continues from a checkpoint of several.
+    # One process continues from a checkpoint that several processes wrote.
     keep_only(killed, step=6)
     stage = {"ds.zero_stage": layout["ds.zero_stage"]}
     flags = sft_flags(workspace, killed, **lora, **stage) | {"ckpt.load_enable": True}

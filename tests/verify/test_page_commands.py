@@ -1,4 +1,4 @@
-"""Tests of pages whose commands build on each other and are run in order, as printed.
+"""Tests for pages whose commands build on each other and are run in order, as printed.
 
 Each command gets additional flags that make the run smaller. Hub names resolve to local folders
 with tiny models and a few rows.

@@ -1,4 +1,4 @@
-"""Tests that every layout trains as one process does.
+"""Tests that training in any layout equals training in one process.
 
 docs/results/parity.md lists the errors, and docs/results/parity.jsonl those of every case.
 """
@@ -23,7 +23,7 @@ from tests.verify.results import FOLDER, versions, write_result
 
 pytestmark = pytest.mark.verify
 RECORDS = FOLDER / "parity.jsonl"
-# Number of ranks, ring size, tensor-parallel size.
+# (number of ranks, ring size, tensor-parallel size)
 LAYOUTS = {
     "DP2": (2, 1, 1),
     "SP2": (2, 2, 1),

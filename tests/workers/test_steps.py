@@ -25,7 +25,7 @@ MARK = TOKENIZER.convert_tokens_to_ids("?")
         ("\n", ["\n"]),
     ],
 )
-def test_step_cutter_returns_the_last_token_of_each_step(answer: str, steps: list[str]) -> None:
+def test_step_splitter_returns_the_last_token_of_each_step(answer: str, steps: list[str]) -> None:
     prompt, tokens = TOKENIZER("x\ny").input_ids, TOKENIZER(answer).input_ids
     cutter = StepCutter(TOKENIZER, "\n", MARK)
     ends = cutter.ends(prompt + tokens, [False] * len(prompt) + [True] * len(tokens))

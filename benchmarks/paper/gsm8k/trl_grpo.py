@@ -23,7 +23,7 @@ PROMPTS, SAMPLES, MICRO_BATCH, PROMPT_TOKENS, NEW_TOKENS = 128, 8, 8, 512, 512
 
 
 class Marks(TrainerCallback):
-    """A callback that prints a line with the logged metrics of each step."""
+    """A callback that prints each step's logged metrics on one line."""
 
     def on_log(self, args: Any, state: Any, control: Any, logs: Any = None, **_: Any) -> None:
         if state.is_world_process_zero and logs and "completions/mean_length" in logs:
@@ -62,7 +62,7 @@ def main() -> None:
         max_grad_norm=1.0,
         beta=0.0,
         epsilon=0.2,
-        loss_type="dapo",  # the mean over all tokens of the step, as in this project
+        loss_type="dapo",  # the mean over all tokens in the step, as in this project
         scale_rewards="group",
         use_vllm=True,
         vllm_mode="colocate",

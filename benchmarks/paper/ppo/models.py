@@ -3,8 +3,8 @@
     python -m benchmarks.paper.ppo.models meta-llama/Llama-2-7b-hf FOLDER
 
 The head is random, because the speed of PPO does not depend on what the rewards mean. FOLDER/reward
-is a sequence classifier of Transformers; FOLDER/deepspeed_chat has the layout that the second
-training step of DeepSpeed-Chat saves (config.json and pytorch_model.bin).
+contains a Transformers sequence classifier; FOLDER/deepspeed_chat has the layout in which
+DeepSpeed-Chat's second training step saves a model (config.json and pytorch_model.bin).
 """
 
 from __future__ import annotations
@@ -19,8 +19,8 @@ from transformers import AutoModelForSequenceClassification, AutoTokenizer
 def padded_rows(model: str, tokens: int) -> int:
     """Return the number of embedding rows that DeepSpeed-Chat uses for a tokenizer's tokens.
 
-    It adds a padding token if the model's name contains "llama", and rounds up to a multiple of 8
-    (`dschat/utils/utils.py`, `dschat/utils/model/model_utils.py`).
+    DeepSpeed-Chat adds a padding token if the model's name contains "llama", and rounds up to a
+    multiple of 8 (`dschat/utils/utils.py`, `dschat/utils/model/model_utils.py`).
     """
     if "llama" in model:
         tokens += 1
