@@ -1,8 +1,8 @@
 """Measures one training step on long sequences that are split over a ring of ranks.
 
 `python -m benchmarks.long_context` trains a model with 2 million parameters on sequences of 32,768
-tokens with 1, 2 and 4 ranks. It prints the loss, the gradient norm, the increase from a rank's
-memory before the step to its peak, and the duration in seconds.
+tokens with 1, 2 and 4 ranks. The benchmark prints the loss, the gradient norm, the increase from a
+rank's memory before the step to its peak, and the duration in seconds.
 
 With `--task sft`, the step trains on one sequence. With `--task grpo`, the reference model scores a
 group of two recorded episodes, and the policy worker then takes a GRPO step on them. The episodes

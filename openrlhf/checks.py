@@ -1,6 +1,6 @@
 """Findings of a command's startup checks: what was found and how to fix it.
 
-A check returns a list of findings, which is empty if all is well. It may also raise UserError,
+A check returns a list of findings, which is empty if all is well. A check may also raise UserError,
 which counts as a failure. `collect` runs independent checks, and `report` shows all their findings
 at once, for a real run and for --dry_run alike.
 """

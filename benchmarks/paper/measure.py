@@ -124,7 +124,7 @@ def verl_marks(log: Path, *, samples: int) -> list[Mark]:
 def deepspeed_chat_marks(log: Path, *, samples: int) -> list[Mark]:
     """Read the lines that DeepSpeed-Chat's `main.py` prints after each update.
 
-    It does not report the length of its responses.
+    DeepSpeed-Chat does not report the length of its responses.
     """
     marks = []
     for seconds, line in stamped_lines(log):

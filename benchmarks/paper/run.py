@@ -5,9 +5,9 @@
     python -m benchmarks.paper.run dapo --length 4096    # DAPO, with verl
 
 The command writes the data, installs the peer if needed, and runs both sides in alternating rounds
-on the same machine. It prints seconds per step, tokens per second and the ratio, and writes them,
-together with the environment, to a JSON file in the comparison's folder. README.md in this folder
-describes what is the same on both sides.
+on the same machine. The command prints seconds per step, tokens per second and the ratio, and
+writes them, together with the environment, to a JSON file in the comparison's folder. README.md in
+this folder describes what is the same on both sides.
 """
 
 from __future__ import annotations

@@ -3,8 +3,8 @@ probabilities to the same token.
 
 For a sampled token, p = π_rollout is the engine's probability, q = π_old is the probability that
 the trainer recomputes, and ω = q / p. A correction multiplies the loss of each token by a weight.
-It is defined by a *gating* statistic, the *level* at which the statistic is computed, a *band* of
-accepted values, and a *mode*, which determines the weights outside the band.
+A correction is defined by a *gating* statistic, the *level* at which the statistic is computed, a
+*band* of accepted values, and a *mode*, which determines the weights outside the band.
 """
 
 from dataclasses import dataclass
@@ -112,8 +112,8 @@ def correction_weights(
 
     For a row with ω = [0.4, 1, 9], the gating `ratio` and the band [0.5, 5], the weights are
     [0.5, 1, 5] with `token` and `clip`; [0, 1, 0] with `token` and `mask`; and [0.4, 1, 9] with
-    `seq` and `mask`, because the geometric mean of the row is 1.53. Both results are zero (False)
-    outside `mask`; ω is bounded to exp(±20).
+    `seq` and `mask`, because the geometric mean of the row is 1.53. Outside `mask`, weights are 0
+    and the mask is False; ω is bounded to exp(±20).
     """
     statistic = gate_statistic(
         old_logprobs, rollout_logprobs, mask, gating=correction.gating, level=correction.level

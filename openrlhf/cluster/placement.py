@@ -46,7 +46,7 @@ class Machine:
         return f"{self.slots} {sorted(self.resources.items())} {sorted(self.labels.items())}"
 
     def room(self, group: "HostGroup") -> int:
-        """Return the number of a group's processes that fit on the machine."""
+        """Return how many of a group's processes fit on the machine."""
         for name, value in group.labels.items():
             if self.labels.get(name) != value:
                 return 0

@@ -1,6 +1,6 @@
 """Monitors the Ray processes that a command needs: the control store and the local raylet.
 
-Ray does not report the death of either process. It ends the command's process a minute after the
+Ray does not report the death of either process. Ray ends the command's process a minute after the
 control store has died, or when the command uses the object store after the raylet has died; until
 then, some calls hang. The command therefore has to detect the death first.
 

@@ -104,7 +104,8 @@ class WorkerHost:
 class HostHandles:
     """The processes of one host group.
 
-    They import libraries as soon as they are created. `connect` joins them into a process group.
+    The processes import libraries as soon as they are created. `connect` joins them into a process
+    group.
     """
 
     def __init__(
@@ -195,8 +196,8 @@ class WorkerGroup:
     """The workers of one role, one per rank of their host group.
 
     `attention_length` is the length in tokens at which attention costs as much as the rest of the
-    role's model. It determines how rows are divided among the ranks. If it is None, rows are
-    divided by tokens.
+    role's model. This length determines how rows are divided among the ranks. If it is None, rows
+    are divided by tokens.
     """
 
     def __init__(

@@ -259,7 +259,7 @@ class RLFlags(Root):
 
     @property
     def frozen_steps(self) -> int:
-        """The number of steps that train only the critic; 0 if there is no critic, or with −1."""
+        """The number of steps that train only the critic; 0 without a critic or with −1."""
         return max(0, self.critic.freezing_steps) if self.estimator.needs_critic else 0
 
     @property

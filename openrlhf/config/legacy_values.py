@@ -1,7 +1,7 @@
 """Flags of earlier releases that are now part of other flags, or whose values were renamed.
 
-They are translated after the command line and the configuration file have been merged, because one
-current flag may depend on several of them.
+These flags are translated after the command line and the configuration file have been merged,
+because one current flag may depend on several of them.
 """
 
 from __future__ import annotations
@@ -67,8 +67,8 @@ def current_values(old: Mapping[str, Any], given: Mapping[str, Any]) -> dict[str
     """Translate the values of old flags to values of current flags, by path.
 
     A preset had no effect without its switch, so it is then not translated. `given` has the current
-    flags that the user also set. These take precedence, unless only the threshold is set: older
-    releases used it only together with a preset, and ignored its lower bound in the mode
+    flags that the user also set. Current flags take precedence, unless only the threshold is set:
+    older releases used it only together with a preset, and ignored its lower bound in the mode
     `truncate`.
     """
     values = _correction_values(old, given)

@@ -134,9 +134,9 @@ def has_flash_attention() -> bool:
 
 
 def has_quick_bfloat16() -> bool:
-    """Return whether bfloat16 matrix products are at least as fast as float32 ones.
+    """Return whether bfloat16 matrix products are at least as fast as float32 products.
 
-    This is true on GPUs and on CPUs with AVX-512.
+    The result is true on GPUs and on CPUs with AVX-512.
     """
     return count_gpus() > 0 or "avx512bw" in CPU_INFO.read_text(encoding="utf-8")
 
@@ -199,7 +199,7 @@ def _entries(text: str) -> dict[str, int]:
 def openmp_threads(processes: int) -> int:
     """Return the number of OpenMP threads for each of `processes` processes on one machine.
 
-    This is OMP_NUM_THREADS if the user set it, and an equal share of the cores otherwise.
+    The number is OMP_NUM_THREADS if the user set it, and otherwise an equal share of the cores.
     """
     threads = os.environ.get("OMP_NUM_THREADS", "")
     # Ray sets OMP_NUM_THREADS=1 for a job's driver.

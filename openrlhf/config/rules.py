@@ -243,8 +243,8 @@ def room(config: Any) -> int:
 def probability_violations(config: Any, datasets: str, probs: str) -> Iterator[str]:
     """Yield violations of the rules for dataset probabilities.
 
-    Each dataset needs one probability, and they must sum to 1. `datasets` and `probs` are the paths
-    of the flags.
+    Each dataset needs one probability, and the probabilities must sum to 1. `datasets` and `probs`
+    are the paths of the flags.
     """
     count, texts = len(items(value_at(config, datasets))), items(value_at(config, probs))
     numbers = [float(text) for text in texts if is_number(text)]

@@ -281,13 +281,13 @@ class DeepSpeedConfig(LoadingConfig):
     def trained_stage(self, ranks: int) -> int:
         """Return the ZeRO stage to train with on `ranks` processes.
 
-        It may differ from --ds.zero_stage. Stage 1 in bfloat16 with --ds.enable_sleep runs as stage
-        2, because DeepSpeed cannot move the optimizer state of stage 1. (Stage 0 cannot be combined
-        with that flag.) Stage 0 in bfloat16 runs as stage 1, because DeepSpeed's stage 0 cannot
-        accumulate bfloat16 gradients in float32; so does stage 0 with tensor parallelism, which has
-        no gradient norm over split weights. Stage 2 on one process runs as stage 1, because there
-        are no other ranks to shard gradients over, and stage 2 makes an additional copy of each
-        micro-batch's gradients. All stages compute the same numbers.
+        This stage may differ from --ds.zero_stage. Stage 1 in bfloat16 with --ds.enable_sleep runs
+        as stage 2, because DeepSpeed cannot move the optimizer state of stage 1. (Stage 0 cannot be
+        combined with that flag.) Stage 0 in bfloat16 runs as stage 1, because DeepSpeed's stage 0
+        cannot accumulate bfloat16 gradients in float32; so does stage 0 with tensor parallelism,
+        which has no gradient norm over split weights. Stage 2 on one process runs as stage 1,
+        because there are no other ranks to shard gradients over, and stage 2 makes an additional
+        copy of each micro-batch's gradients. All stages compute the same numbers.
         """
         if self.sleeps and self.param_dtype == "bf16":
             return max(2, self.zero_stage)

@@ -108,7 +108,7 @@ class Layout:
 
     @classmethod
     def of(cls, offsets: Int[Tensor, " B+1"], rows: Tensor | None = None) -> Self:
-        """Return the layout of `rows` (R,), by default all rows. T is the length of the longest."""
+        """Return the layout of `rows` (R,), by default all rows. T is the longest row's length."""
         starts = offsets[:-1]
         lengths = offsets.diff()
         if rows is not None:

@@ -170,7 +170,7 @@ class TrajectoryBuilder:
                 self.weight_versions.append(version)
 
     def append_feedback(self, tokens: Sequence[int]) -> None:
-        """Append tokens that the environment wrote. They are context that is not trained on."""
+        """Append tokens that the environment wrote, which are context and are not trained on."""
         self.tokens += tokens
         self.action_mask += [False] * len(tokens)
         self.rollout_logprobs += [0.0] * len(tokens)

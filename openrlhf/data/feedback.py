@@ -35,9 +35,9 @@ class PairRow:
 
     `prompt_length` is the number of tokens in the shared prompt, which is not scored, or 0 if no
     prompt is needed. `chosen_context` and `rejected_context` are positions after the prompt that
-    are not scored because the assistant did not write them. Both are empty unless the texts differ
-    in more than one turn. `margin` is the reward difference between the two texts, or 0 if the row
-    has no margin. `datasource` becomes part of evaluation metric names.
+    are not scored because the assistant did not write them. Both lists of positions are empty
+    unless the texts differ in more than one turn. `margin` is the reward difference between the two
+    texts, or 0 if the row has no margin. `datasource` becomes part of evaluation metric names.
 
     Example: the prompt "Q: " with the answers "yes" and "no" (made-up ids) and prompt_length 2:
 

@@ -128,8 +128,9 @@ def kept_format(
 ) -> TextFormat:
     """Return the format to record in an export.
 
-    This is `used`, or the format that the model was trained on if the prompts are in that format.
-    `texts` are prompts as the model sees them. A template's trailing space is ignored.
+    The result is `used` or, if the prompts are already in the format that the model was trained
+    on, that format. `texts` are prompts as the model sees them. A template's trailing space is
+    ignored.
     """
     trained = recorded(tokenizer)
     if trained is None or used.chat_template:

@@ -25,8 +25,8 @@ Columns = Callable[[Sequence["Comparison"]], Mapping[str, float]]
 class Comparison:
     """Two answers to one prompt.
 
-    `win` is 1.0 if our answer is better, 0.0 if theirs is better, and 0.5 for a tie. It is None if
-    the pair could not be judged; in that case, `error` gives the reason.
+    `win` is 1.0 if our answer is better, 0.0 if theirs is better, and 0.5 for a tie. If the pair
+    could not be judged, `win` is None and `error` gives the reason.
     """
 
     ours: Trajectory

@@ -1,4 +1,4 @@
-"""Engines and reward models of commands that do not train. They take turns using the devices."""
+"""Engines and reward models of commands that do not train; both take turns on the devices."""
 
 from collections.abc import Iterator
 from contextlib import closing, contextmanager

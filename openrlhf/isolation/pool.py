@@ -39,10 +39,10 @@ T = TypeVar("T")
 class ProcessPool:
     """A pool of `workers` processes that run user code, up to `at_once` concurrent calls in each.
 
-    It can be used from any thread and event loop. A process starts at its first call. `memory_gib`
-    limits the data (RLIMIT_DATA) of each process. Output of user code goes to `<name>-<n>.log` in
-    `log_dir`, one file per process, or to stderr without `log_dir`. `Limits` defines `grace`
-    (seconds).
+    The pool can be used from any thread and event loop. A process starts at its first call.
+    `memory_gib` limits the data (RLIMIT_DATA) of each process. Output of user code goes to
+    `<name>-<n>.log` in `log_dir`, one file per process, or to stderr without `log_dir`. `Limits`
+    defines `grace` (seconds).
     """
 
     def __init__(

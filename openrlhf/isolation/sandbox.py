@@ -1,9 +1,10 @@
 """A sandbox for Python programs written by a model.
 
 A program runs in a temporary folder, without network access, with resource limits and a deadline.
-It is the child of a launcher process that enforces the deadline and kills all remaining processes
-of the program. Both have ended when `run_program` returns, or at the program's deadline if the
-caller is killed. `confinement` restricts the program. This module needs only the standard library.
+The program is the child of a launcher process that enforces the deadline and kills all remaining
+processes of the program. Launcher and program have ended when `run_program` returns, or at the
+program's deadline if the caller is killed. `confinement` restricts the program. This module needs
+only the standard library.
 """
 
 import json

@@ -2,7 +2,7 @@
 
 Numbers and argument values are for Linux on x86-64. The list contains the calls that the
 interpreter, libc and numerical libraries need for computing, threads, child processes, pipes and
-files. It contains no calls that reach another process, a network or a device, that change the
+files. The list contains no calls that reach another process, a network or a device, that change the
 owner, permissions or times of a file, or that later kernels added.
 """
 

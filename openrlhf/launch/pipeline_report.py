@@ -1,7 +1,7 @@
 """The pipeline report page.
 
-It contains a table with one row per stage, a table with statistics over seeds, and the content of
-each stage's report.
+The page contains a table with one row per stage, a table with statistics over seeds, and the
+content of each stage's report.
 """
 
 from collections.abc import Mapping, Sequence

@@ -1,8 +1,8 @@
 """Ends or restarts a command whose Ray cluster has died.
 
-Any further Ray call could then kill this process (`cluster/ray_watch.py`), so the main thread is
-blocked. The thread that detected the failure exits the process, or replaces it with the same
-command, which starts a new Ray cluster.
+After the cluster has died, any further Ray call could kill this process
+(`cluster/ray_watch.py`), so the main thread is blocked. The thread that detected the failure exits
+the process, or replaces it with the same command, which starts a new Ray cluster.
 """
 
 import os

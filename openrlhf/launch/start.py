@@ -110,8 +110,9 @@ def import_preparation() -> Prepare:
 class Restarts:
     """Restarts of a run (--train.max_restarts), including those of the processes it replaced.
 
-    `config.given` contains --ckpt.load_enable only if the user passed it. Otherwise a restarted run
-    resumes only its own checkpoints, not those of another run that shares --ckpt.path.
+    `config.given` contains --ckpt.load_enable only if the user passed it. Without this flag, a
+    restarted run resumes only its own checkpoints, not those of another run that shares
+    --ckpt.path.
     """
 
     def __init__(self, config: PPOConfig) -> None:

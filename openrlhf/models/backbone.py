@@ -1,4 +1,4 @@
-"""The decoder under a head. It runs flat tokens as one packed row or a right-padded block."""
+"""The decoder under a head, which runs flat tokens as a packed row or a right-padded block."""
 
 import sys
 from dataclasses import dataclass, replace
@@ -25,7 +25,7 @@ ATTENTION_TYPES = {"full_attention", "sliding_attention"}
 class Outputs(NamedTuple):
     """One value or vector per position, and a mixture of experts' load-balancing loss.
 
-    The loss is None if it is not computed. This is a tuple because ZeRO 3 hooks only look into
+    The loss is None if it is not computed. The class is a tuple because ZeRO 3 hooks only look into
     tuples.
     """
 

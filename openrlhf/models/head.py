@@ -1,6 +1,6 @@
 """A model's output layer.
 
-It turns hidden states into log-probabilities, entropies, logits or values.
+A head turns hidden states into log-probabilities, entropies, logits or values.
 """
 
 from collections import OrderedDict

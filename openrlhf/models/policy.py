@@ -18,7 +18,7 @@ class TokenScores(NamedTuple):
     """Log-probabilities and entropies per token on the flat axis; zero for tokens that are not
     wanted.
 
-    This is a tuple because ZeRO 3 hooks only look into tuples.
+    The class is a tuple because ZeRO 3 hooks only look into tuples.
     """
 
     logprobs: Float[Tensor, " N"]

@@ -163,7 +163,7 @@ def _ordinary_tokens(model: CheckedModel, count: int) -> Tensor:
 
 
 def _find_fault(model: CheckedModel, case: _Case) -> str | None:
-    """Return the fault of a sequence in the run's layout, worded to end a message, or None."""
+    """Describe the fault of a sequence in the run's layout, to end a message; None if correct."""
     tokens = case.tokens
     offsets = offsets_of(case.lengths).to(tokens.device)
     own = torch.zeros_like(tokens, dtype=torch.bool)

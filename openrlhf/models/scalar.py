@@ -253,7 +253,7 @@ def _check_weights(
 def _new_head(old: nn.Linear, seed: int) -> nn.Linear:
     """Return a float32 head with outputs near 0.
 
-    It is a new module, which ZeRO 3 shards when the engine is created.
+    The head is a new module, which ZeRO 3 shards when the engine is created.
     """
     head = nn.Linear(old.in_features, 1, bias=False, dtype=torch.float32)
     draw = torch.Generator().manual_seed(seed)

@@ -190,8 +190,8 @@ def require_finite_files(path: str) -> None:
     """Raise ModelError, naming the first weights, if weights in a model's files are NaN or
     infinite.
 
-    This is for models that another program loads. Reads one tensor at a time. `path` is a folder,
-    or the name of a model in the Hub cache.
+    Use this check for models that another program loads. Reads one tensor at a time. `path` is a
+    folder, or the name of a model in the Hub cache.
     """
     broken = [name for name, read in stored_weights(path) if not is_finite(read())]
     _refuse_numbers(broken, str(_local_folder(path)))

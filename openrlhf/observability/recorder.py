@@ -89,7 +89,7 @@ class Recorder:
     ) -> None:
         """Log the metrics of an evaluation of the weights after `step`, and some samples.
 
-        These are one sample for each of the first prompts, and some failed samples.
+        The samples are one for each of the first prompts, and some failed ones.
         """
         self.display.evaluation(step, values)
         self.log(step, values)

@@ -127,7 +127,7 @@ def _attention(role: ModelRole, batch: Pass, constants: Constants) -> float:
 def _mlp(role: ModelRole) -> float:
     """Return how many bytes a dense MLP or a mixture of experts saves per token.
 
-    It saves the gate and up projections, the activated gate and the product.
+    An MLP saves the gate and up projections, the activated gate and the product.
     """
     shape, b = role.shape, role.width
     if not shape.experts:

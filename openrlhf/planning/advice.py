@@ -40,7 +40,7 @@ class Advice:
     plan: Plan
 
     def typed(self, config: Any) -> str:
-        """Return the flags as words of a command line, or an empty string."""
+        """Return the flags as typed on a command line; empty if there are none."""
         flags = flags_of(type(config))
         words: list[str] = []
         for path, value in self.flags.items():

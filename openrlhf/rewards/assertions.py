@@ -1,6 +1,6 @@
 """Assertions about a program, checked outside the program's process.
 
-The program only computes values. It never sees the expected values.
+The program only computes values. The program never sees the expected values.
 
 An assertion can be checked this way if all it needs from the program is the values of calls with
 constant arguments:

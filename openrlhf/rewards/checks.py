@@ -1,7 +1,8 @@
 """Built-in rewards that check a response's format, length or code against its label.
 
 The `math` verifier is in `graders`. Each verifier takes a response without special tokens, and its
-label. It runs in a user process, so that --reward.timeout also limits a label's regular expression.
+label. Verifiers run in a user process, so that --reward.timeout also limits a label's regular
+expression.
 """
 
 import json

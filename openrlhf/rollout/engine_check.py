@@ -1,7 +1,7 @@
 """Lets vLLM itself validate the argument names and value types in `--vllm.engine_args`.
 
-The check takes 5 s. It runs in a separate process, because importing vLLM changes the environment,
-which later processes would inherit.
+The check takes 5 s. The check runs in a separate process, because importing vLLM changes the
+environment, which later processes would inherit.
 """
 
 import dataclasses

@@ -78,8 +78,8 @@ def start_in_thread(arguments: AsyncEngineArgs) -> AsyncLLM:
 def register_architectures(model: str) -> None:
     """Register a model's classes with vLLM.
 
-    Otherwise, vLLM knows the classes only by name and inspects them in a subprocess, which takes 11
-    s.
+    If the classes are not registered, vLLM knows only their names and inspects them in a
+    subprocess, which takes 11 s.
     """
     config = Path(model) / "config.json"
     if not config.is_file():

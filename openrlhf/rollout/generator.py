@@ -71,7 +71,7 @@ class SamplingSpec:
     def seed_of(self, prompt: Prompt, sample: int, turn: int = 0) -> int | None:
         """Return the 32-bit seed of one sampled turn.
 
-        It depends on the prompt, the sample and the turn, not on the time or the engine.
+        The seed depends on the prompt, the sample and the turn, but not on the time or the engine.
         """
         if self.seed is None:
             return None
@@ -182,11 +182,11 @@ class Agents(Protocol):
 class RolloutGenerator:
     """A generator that requests samples from the engines and rewards them.
 
-    It runs in the controller; user code runs in other processes. Without `agents`, an episode is
-    one sample of the prompt, and `reward` scores the episode. With `agents`, an agent runs the
-    episode. If the agent returns no reward, reward models score the finished episode later. An
-    episode whose reward failed gets the reward `fallback` (--reward.on_error); without a fallback
-    the episode fails.
+    The generator runs in the controller; user code runs in other processes. Without `agents`, an
+    episode is one sample of the prompt, and `reward` scores the episode. With `agents`, an agent
+    runs the episode. If the agent returns no reward, reward models score the finished episode
+    later. An episode whose reward failed gets the reward `fallback` (--reward.on_error); without a
+    fallback the episode fails.
     """
 
     engines: Engines

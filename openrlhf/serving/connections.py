@@ -1,4 +1,4 @@
-"""Connections of the reward server. Their number and the time to send a request are limited."""
+"""Limits the reward server's connections, and the time that a client takes to send a request."""
 
 import asyncio
 import resource

@@ -49,8 +49,8 @@ class AsyncSource(Source):
     Private methods run in the event loop, and public methods run in the controller's thread.
     Prompts start in order, without a pause between epochs. With --train.partial_rollout_enable,
     samples in progress continue with the new weights. Otherwise, a publication waits until these
-    samples have generated their last tokens, so that every sample has a single weight version. It
-    does not wait for rewards. `consumed` counts the prompts that have been drawn.
+    samples have generated their last tokens, so that every sample has a single weight version. A
+    publication does not wait for rewards. `consumed` counts the prompts that have been drawn.
     """
 
     def __post_init__(self) -> None:

@@ -70,8 +70,8 @@ def trainable(trajectories: Sequence[Trajectory], *, needs_groups: bool) -> list
 class ExperienceMaker:
     """Adds model-computed columns to a batch and assigns credit to its tokens.
 
-    `stages` compute what the update needs. They leave out model rewards if the episodes' source has
-    already added them. `kl` holds the KL coefficient, which is fixed or adapts to a target.
+    `stages` compute what the update needs. The stages omit model rewards if the episodes' source
+    has already added them. `kl` holds the KL coefficient, which is fixed or adapts to a target.
     """
 
     config: RLFlags

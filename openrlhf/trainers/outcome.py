@@ -14,7 +14,7 @@ from openrlhf.trainers.filtering import DynamicFilter
 
 
 class NothingLearned(UserError, RuntimeError):
-    """Error for a run without an optimizer step. It explains what happened to the episodes."""
+    """Error for a run without an optimizer step, which explains what happened to the episodes."""
 
 
 @dataclass(kw_only=True)

@@ -139,7 +139,7 @@ class Source(ABC):
 
 @dataclass(eq=False, repr=False)
 class SyncSource(Source):
-    """Generates with the last published weights whenever the loop needs a step and none is waiting.
+    """Generates a batch, with the last published weights, whenever the loop needs one.
 
     `batch_size` is the number of prompts per step, not counting rejected prompts; the last batch of
     an epoch may be smaller. `at_once` is the number of prompts to generate responses for at a time;

@@ -33,7 +33,7 @@ T = TypeVar("T")
 
 @dataclass(eq=False, repr=False)
 class SupervisedTrainer(Generic[Row, Micro]):
-    """Trains a task: steps, logs, evaluations, checkpoints, export. One instance per process."""
+    """Trains a task: steps, logs, evaluations, checkpoints and export. Every process has one."""
 
     task: OfflineTask[Any, Row, Micro]
     engine: TrainEngine

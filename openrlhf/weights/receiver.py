@@ -1,6 +1,7 @@
 """The receiver: the engine's half of a publication, in each of its workers.
 
-It does not depend on vLLM, because the loader is an argument. It must never import DeepSpeed.
+The receiver does not depend on vLLM, because the loader is an argument. This module must never
+import DeepSpeed.
 """
 
 from collections import Counter

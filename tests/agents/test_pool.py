@@ -48,7 +48,7 @@ def after(seconds: float) -> Generate:
 
 
 def never(asked: asyncio.Event) -> Generate:
-    """Return an engine that never responds. Its first request sets `asked`."""
+    """Return an engine that never responds. The engine's first request sets `asked`."""
 
     async def generate(*_: Any) -> list[Generation]:
         asked.set()

@@ -38,7 +38,7 @@ def no_waiting_for_the_disk(monkeypatch: pytest.MonkeyPatch) -> None:
 def fill(staged: StagedCheckpoint, text: str = "weights") -> None:
     """Write the ranks' files.
 
-    They are the files in `<directory>/<tag>`, DeepSpeed's `latest`, and an export.
+    The ranks write the files in `<directory>/<tag>`, DeepSpeed's `latest`, and an export.
     """
     for place in staged.places:
         path = staged.directory / place / "model_states.pt"

@@ -128,8 +128,8 @@ def test_replay_logs_the_metrics_of_the_run_without_engines_or_rewards(
 ) -> None:
     """The replayed metrics are identical to the last digit.
 
-    The replay first gets a folder with only two steps and ends after them. It then resumes with the
-    episodes of all steps.
+    The replay first gets a folder with only two steps and ends after them. The replay then resumes
+    with the episodes of all steps.
     """
     folder, part = workspace / "replayed", workspace / "part"
     shutil.copytree(

@@ -89,7 +89,7 @@ def value(v: float, old: float, target: float, clip: float) -> float:
 
 
 def aggregate(terms: list[Row], masks: list[Mask], kind: str, max_tokens: int) -> float:
-    """Aggregate the whole window as one list of rows."""
+    """Aggregate the entire window as one list of rows."""
     rows = [
         [x for x, m in zip(row, mask, strict=True) if m]
         for row, mask in zip(terms, masks, strict=True)

@@ -1,6 +1,7 @@
 """A script that runs as one rank of the averaged-weights test.
 
-It runs optimizer steps of an offline task, one of which is skipped, and resumes from a checkpoint.
+The rank runs optimizer steps of an offline task, one of which is skipped, and resumes from a
+checkpoint.
 """
 
 from __future__ import annotations
