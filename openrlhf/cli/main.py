@@ -44,17 +44,17 @@ VERBS = {
         "train_ppo",
         "same as ppo, on one machine: all models share its devices; may be started by deepspeed",
     ),
-    "plan": Verb("plan", "memory of a training command on a cluster, before it starts"),
-    "eval": Verb("eval", "evaluation of a checkpoint: pass@k, reward-model accuracy, win rate"),
+    "plan": Verb("plan", "predict the memory of a training command on a cluster"),
+    "eval": Verb("eval", "evaluate a checkpoint: pass@k, reward-model accuracy, win rate"),
     "batch_inference": Verb(
         "batch_inference",
         "answers to a dataset's prompts, or rewards of its answers, written to a file",
     ),
     "chat": Verb("interactive_chat", "interactive chat with a model"),
     "reward": Verb("reward_test", "`reward test`: try a reward on a dataset before training"),
-    "lora_combiner": Verb("lora_combiner", "merge of a LoRA adapter into its base model"),
+    "lora_combiner": Verb("lora_combiner", "merge a LoRA adapter into its base model"),
     "serve-rm": Verb("serve_rm", "HTTP server for a reward model"),
-    "doctor": Verb("doctor", "check of the installed packages and of this machine"),
+    "doctor": Verb("doctor", "check the installed packages and this machine"),
     "pipeline": Verb(
         "pipeline", "several stages defined in one file, from SFT to RL, with one report"
     ),

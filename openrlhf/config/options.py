@@ -138,7 +138,7 @@ class Reader:
             elif name:
                 self._take(name, words, typed)
             elif words:
-                self.problems.append(f"{' '.join(words)} does not follow a flag that accepts it.")
+                self.problems.append(f"Unexpected argument {' '.join(words)}: no flag takes it.")
         written: dict[str, Any] = {}
         if file:
             written = self.read_yaml(file)

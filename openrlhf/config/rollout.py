@@ -128,7 +128,7 @@ class RolloutConfig(RemoteEnginesConfig, SamplingConfig):
     )
     max_turns: int | None = option(None, "Maximum turns per agent episode.", ge=1)
     step_timeout: float = option(600.0, "Time limit in seconds for one agent step.", gt=0)
-    episode_timeout: float = option(3600.0, "Time limit in seconds for a whole episode.", gt=0)
+    episode_timeout: float = option(3600.0, "Time limit in seconds for an entire episode.", gt=0)
     dump_dir: str | None = option(
         None,
         "Write every episode to this folder, one file per step.",

@@ -92,7 +92,7 @@ def remote_engine_violations(rollout: RemoteEnginesConfig) -> Iterator[str]:
             "NAME=http://host:port/v1."
         )
     if len(dict(rollout.named_engines)) < len(rollout.named_engines):
-        yield "<rollout.remote_engines> has a name twice: give each server a unique name."
+        yield "<rollout.remote_engines> contains a name twice: give each server a unique name."
 
 
 def engine_violations(vllm: VLLMConfig, rollout: RolloutConfig, max_len: int) -> Iterator[str]:

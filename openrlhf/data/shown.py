@@ -20,7 +20,7 @@ def show_template(tokenizer: PreTrainedTokenizerBase) -> str:
     """Return a line with the prompt format that `first_look` has recorded."""
     used = recorded(tokenizer)
     if used is None:
-        return "Template: none, texts are used as they are in the rows."
+        return "Template: none; texts are used unchanged."
     return f"Template: {used.flags}."
 
 

@@ -236,7 +236,7 @@ class CsvFiles(_TextFiles):
             if len(fields) != len(header):
                 raise DataError(
                     f"{name}, line {line}: the row has {len(fields)} fields, but the header has "
-                    f"{len(header)} ({', '.join(header)}). Put double quotes around texts that "
+                    f"{len(header)} ({', '.join(header)}). Put double quotes around fields that "
                     "contain the separator or a line break."
                 )
             yield {column: cell or None for column, cell in zip(header, fields, strict=True)}

@@ -62,7 +62,7 @@ def with_trained_format(
     if used:
         notice(
             f"{model} was trained with{used}, so this run uses that too. "
-            f"For its own default, pass{default}."
+            f"To use the command's default instead, pass{default}."
         )
     return replace(data, **changes)
 

@@ -128,9 +128,9 @@ def launch_scoring(
 ) -> Callable[[float], Tensor]:
     """Start scoring a batch, and return a function that waits for its column or matrix.
 
-    The function takes a timeout in seconds. The method returns a value per token (N,), or one or
-    several values per row: (B,) or (B, K). The rows are split into data slices, and the results are
-    put back in row order.
+    The returned function takes a timeout in seconds. The result has a value per token (N,), or one
+    or several values per row: (B,) or (B, K). The rows are split into data slices, and the results
+    are put back in row order.
     """
     costs = row_costs(batch.lengths.tolist(), workers.attention_length)
     # A slice without rows gets the first row, because some forward passes are collective. This does

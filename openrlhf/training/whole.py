@@ -89,7 +89,7 @@ def merged(weight: nn.Parameter, layer: Any) -> Tensor:
 
 
 def dense(parameter: Any) -> Tensor:
-    """Return a complete parameter's values, dequantized if they are stored in 4 bits.
+    """Return all values of a parameter, dequantized if they are stored in 4 bits.
 
     Collective for a weight that tensor parallelism splits.
     """

@@ -63,7 +63,7 @@ BROKEN: list[tuple[str, str, str]] = [
      "--rollout.remote_engines localhost:8000 http://h:x/v1 is not an http(s) "
      "URL: use NAME=http"),
     (RL, "--rollout.remote_engines http://a/v1 0=http://b/v1",
-     "--rollout.remote_engines http://a/v1 0=http://b/v1 has a name twice"),
+     "--rollout.remote_engines http://a/v1 0=http://b/v1 contains a name twice"),
     (RL, "--reward.model_name_or_path a,b --reward.verifier math --reward.weights 1 1",
      "--reward.weights 1 1 has 2 numbers for 3 rewards"),
     (RL, "--reward.verifier code --data.label_key= --data.layout columns",
