@@ -1,9 +1,10 @@
 """Measures the memory of training processes, and compares it with the planner's predictions.
 
 `python -m benchmarks.memory measure` measures the cases that have no record yet, and `report`
-instead of `measure` writes the page. `measure-gpu` measures a different set of cases on one GPU
-and has its own file. `fit` prints the values of the constants in `openrlhf.planning.constants` that best
-fit the first half of the cases; the report lists the errors for both halves.
+instead of `measure` writes the page. `measure-gpu` measures a different set of cases on one GPU,
+with records in a separate file. `fit` prints the values of the constants in
+`openrlhf.planning.constants` that best fit the first half of the cases; the report lists the errors
+for both halves.
 """
 
 from __future__ import annotations
