@@ -174,7 +174,7 @@ def take_step(
     rows: list[Any],
     limits: MicroBatchLimits,
     *,
-    uneven: bool,
+    uneven: bool = False,
 ) -> StepResult:
     """Take an optimizer step over this rank's part of the rows. Collective.
 
