@@ -124,6 +124,7 @@ def test_samples_in_progress_continue_under_new_weights_within_max_staleness(
     assert max(column(folder, "train/vllm_kl")) < 0.1
 
 
+@pytest.mark.verify
 @pytest.mark.usefixtures("cluster")
 def test_every_sample_has_one_weight_version_without_partial_rollouts(workspace: Path) -> None:
     folder = workspace / "whole"

@@ -224,6 +224,7 @@ def test_judge_computes_the_win_rate_against_another_model(workspace: Path) -> N
     assert metrics["eval/win_rate"] == pytest.approx(fmean(row["win"] for row in rows))
 
 
+@pytest.mark.verify
 @pytest.mark.usefixtures("cluster")
 def test_command_fails_after_writing_all_rows_if_the_judge_mostly_fails(
     workspace: Path,

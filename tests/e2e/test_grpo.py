@@ -617,6 +617,7 @@ def test_mixture_of_experts_is_balanced_and_published(
         )  # the loss is 2 if the 8 experts are balanced
 
 
+@pytest.mark.verify
 @pytest.mark.usefixtures("cluster")
 def test_initial_policy_is_exported_if_it_does_not_improve_within_the_patience(
     workspace: Path, capsys: pytest.CaptureFixture[str]
@@ -694,8 +695,9 @@ def test_failed_rewards_below_the_rate_are_counted_and_not_trained_on(
     assert column(folder, "train/reward") == pytest.approx([mean], abs=1e-6)
 
 
+@pytest.mark.verify
 @pytest.mark.usefixtures("cluster")
-@pytest.mark.parametrize("policy", [pytest.param("drop", marks=pytest.mark.verify), "-0.5"])
+@pytest.mark.parametrize("policy", ["drop", "-0.5"])
 def test_failed_rewards_are_dropped_or_replaced_at_any_rate(workspace: Path, policy: str) -> None:
     changes = {"reward.on_error": policy, "reward.max_error_rate": 0.0}
     folder, rows = troubled(workspace, f"on_error_{policy}", **changes)
@@ -711,6 +713,7 @@ def test_failed_rewards_are_dropped_or_replaced_at_any_rate(workspace: Path, pol
         assert column(folder, "train/reward") == pytest.approx([mean], abs=1e-6)
 
 
+@pytest.mark.verify
 @pytest.mark.usefixtures("cluster")
 def test_failing_reward_server_is_no_longer_used(workspace: Path) -> None:
     folder = workspace / "served"
