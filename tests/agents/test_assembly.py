@@ -109,7 +109,7 @@ def test_action_sampled_from_a_different_prompt_adds_a_notice() -> None:
     assert list(assembled.notices) == ["other context"]
 
 
-def test_tokens_not_sampled_by_the_engine_require_executor_logprobs() -> None:
+def test_tokens_not_sampled_by_the_engine_require_logprobs_from_the_executor() -> None:
     result = {
         "observation_tokens": [7, 1, 2],
         "action_ranges": [[1, 3]],
@@ -123,7 +123,7 @@ def test_tokens_not_sampled_by_the_engine_require_executor_logprobs() -> None:
         assemble({**result, "rollout_log_probs": None}, [], 100, vocabulary=1000)
 
 
-def test_sample_of_unknown_episode_is_used_only_if_its_prompt_matches() -> None:
+def test_sample_from_an_unknown_episode_is_used_only_if_its_prompt_matches() -> None:
     result = {"observation_tokens": [7, 8, 1], "action_ranges": [[2, 3]], "reward": 0}
     exact = replace(call([7, 8], [1], start=1), own=False)
     elsewhere = replace(call([7, 7], [1], start=10), own=False)

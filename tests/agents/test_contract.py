@@ -91,7 +91,7 @@ class Stand:
     """A generator with agents, plus the engine that the agents sample from.
 
     The step timeout is `LATE_S` seconds for episodes with a label in `late`, and two minutes for
-    other episodes.
+    all other episodes.
     """
 
     def __init__(
@@ -112,7 +112,7 @@ class Stand:
             str(FILES / file), tokenizer, limits, processes, max_length=MAX_LEN, log_dir=logs
         )
         self._late = late
-        self._late_agents = copy.copy(self.agents)  # these agents use the same processes
+        self._late_agents = copy.copy(self.agents)  # shares the processes of `self.agents`
         self._late_agents.rollout = RolloutConfig(step_timeout=LATE_S, episode_timeout=240.0)
         self.generator = RolloutGenerator(self.engine, tokenizer, None, agents=self)
 
@@ -232,7 +232,7 @@ def test_custom_executor_runs_an_episode(own_loop: Stand) -> None:
     assert trajectory.rollout_logprobs[len(tokens) :] == answer(tokens, params).logprobs
 
 
-def test_environment_gets_env_kwargs_is_closed_and_credits_each_turn(
+def test_environment_receives_env_kwargs_credits_each_turn_and_is_closed(
     own_loop: Stand,
 ) -> None:
     [trajectory] = own_loop.rollout(prompt(label="shop"), n_samples_per_prompt=1)
@@ -320,7 +320,7 @@ def test_failing_agent_fails_only_its_own_episode(
         assert bad.num_actions
 
 
-def test_sample_with_sampling_params_from_the_agent_is_seeded_by_turn(
+def test_sample_with_agent_sampling_params_gets_a_separate_seed_per_turn(
     trouble: Stand,
 ) -> None:
     trouble.engine.asked.clear()
@@ -436,12 +436,13 @@ def test_abandoned_requests_are_cancelled_when_the_episode_ends(clients: Stand) 
         clients.generator.engines = engines
 
 
-def test_samples_requested_by_an_agents_server_thread_are_matched_by_tokens(
+def test_samples_requested_by_an_agent_server_thread_are_matched_by_tokens(
     logs: Path,
 ) -> None:
-    """The server's requests do not show which episode they belong to.
+    """The server's requests do not identify the episode that they belong to.
 
-    The server uses the first episode's engine, even in the second round, when that episode is over.
+    The server keeps using the first episode's engine, even in the second round, after that episode
+    has ended.
     """
     stand = Stand("own_server.py", logs / "server")
     for round in range(2):
@@ -461,7 +462,7 @@ def test_samples_requested_by_an_agents_server_thread_are_matched_by_tokens(
     stand.close()
 
 
-def test_agent_without_any_request_fails(clients: Stand) -> None:
+def test_agent_that_sends_no_request_fails(clients: Stand) -> None:
     [trajectory] = clients.rollout(prompt("1+3=", "silent"), n_samples_per_prompt=1)
     assert trajectory.failed and "no request" in str(trajectory.error)
 
@@ -570,7 +571,7 @@ def test_environment_methods_can_be_plain_functions(mistakes: Stand) -> None:
         ("huge numbers", f"sampling_params.seed is {2**70}"),
     ],
 )
-def test_error_names_sampling_parameter_of_the_wrong_type(
+def test_error_names_a_sampling_parameter_of_the_wrong_type(
     mistakes: Stand, label: str, words: str
 ) -> None:
     [failed] = mistakes.rollout(prompt(label=label), n_samples_per_prompt=1)

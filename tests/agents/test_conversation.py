@@ -1,4 +1,4 @@
-"""Conversations that are stored as tokens.
+"""Conversations stored as tokens.
 
 Replies are never rendered or tokenized again. All other text is exactly what the template renders.
 """
@@ -83,7 +83,7 @@ def test_unanswered_request_can_be_repeated_or_replaced() -> None:
     conversation = Conversation(TOKENIZER, 1000)
     reply = started(conversation, "2+3", "5")
     inputs = template_inputs([user("2+3"), reply, user("4")])
-    prompt = conversation.prompt_for(inputs)  # for example, the engine rejected the request
+    prompt = conversation.prompt_for(inputs)  # no reply follows, as after a rejected request
     assert conversation.prompt_for(inputs) == prompt
     other = template_inputs([user("2+3"), reply, user("7")])
     assert conversation.mismatch(other) is None
@@ -240,7 +240,7 @@ def test_messages_that_do_not_continue_the_conversation_are_reported_as_a_mismat
     assert conversation.mismatch(template_inputs(messages))
 
 
-def test_full_context_is_rejected_and_the_conversation_keeps_its_reply() -> None:
+def test_request_that_exceeds_the_context_is_rejected_and_earlier_replies_are_kept() -> None:
     conversation = Conversation(TOKENIZER, 12)
     reply = started(conversation, "2+3", "5")
     with pytest.raises(ContextFull, match=r"--data\.max_len 12"):

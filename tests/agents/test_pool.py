@@ -1,6 +1,6 @@
 """Agent processes under faults: timeouts, lost processes, hung threads, and closing.
 
-The step timeout is `PATIENCE_S`. Only episodes that are expected to time out have a shorter one.
+The step timeout is `PATIENCE_S`, but shorter for episodes that are expected to time out.
 """
 
 from __future__ import annotations
@@ -90,9 +90,9 @@ class Stand:
     ) -> Any:
         """Run an episode with an engine that takes `seconds` per sample, or with `generate`.
 
-        Returns the episode's logs, or the episode if it failed.
+        Returns the logs of a successful episode, or the failed episode itself.
         """
-        agents = copy.copy(self.agents)  # same processes, different time limits
+        agents = copy.copy(self.agents)  # shares the processes but has its own time limits
         agents.rollout = RolloutConfig(step_timeout=step_timeout, episode_timeout=episode_timeout)
         prompt = Prompt(index=0, text=str(self.folder), tokens=[5], label=label)
         [episode] = await agents.play(prompt, SPEC, generate or after(seconds))
@@ -128,7 +128,9 @@ def test_exception_with_an_unrelated_failure_attribute_counts_as_an_exception(st
     assert "OddError: no such square" in failed.error
 
 
-def test_agent_that_cancels_itself_fails_with_an_exception_and_not_a_timeout(stand: Stand) -> None:
+def test_agent_that_cancels_itself_fails_with_an_exception_instead_of_a_timeout(
+    stand: Stand,
+) -> None:
     assert stand.do(stand.play("cancels itself")).failure is Failure.EXCEPTION
 
 
@@ -155,7 +157,7 @@ def test_oversized_result_fails_its_episode_but_not_the_process(stand: Stand) ->
     assert stand.do(stand.play("fine"))["pid"] == before["pid"]
 
 
-def test_forty_episodes_can_wait_in_threads(stand: Stand) -> None:
+def test_forty_episodes_can_wait_in_threads_at_once(stand: Stand) -> None:
     async def together() -> list[Any]:
         return await asyncio.gather(*(stand.play("forty threads") for _ in range(40)))
 
@@ -197,7 +199,7 @@ def test_episode_that_kills_every_process_while_waiting_for_the_engine_fails(
     assert failed.failure is Failure.EXIT and "status 7" in failed.error
 
 
-def test_running_episode_survives_the_crash_of_a_waiting_one(
+def test_running_episode_survives_the_crash_of_a_waiting_episode(
     stand: Stand,
 ) -> None:
     async def together() -> Any:
@@ -208,7 +210,7 @@ def test_running_episode_survives_the_crash_of_a_waiting_one(
     assert "pid" in working
 
 
-def test_episode_that_ran_out_of_memory_beside_another_is_retried_alone(stand: Stand) -> None:
+def test_episode_that_runs_out_of_memory_next_to_another_one_is_retried_alone(stand: Stand) -> None:
     async def together() -> Any:
         return await asyncio.gather(stand.play("hoards"), stand.play("modest"))
 
@@ -217,10 +219,10 @@ def test_episode_that_ran_out_of_memory_beside_another_is_retried_alone(stand: S
     assert "modest" in (stand.folder / "agent-alone-0.log").read_text()
 
 
-def test_episodes_retried_alone_run_concurrently(stand: Stand) -> None:
+def test_episodes_retried_in_their_own_processes_run_concurrently(stand: Stand) -> None:
     """After an episode kills its process, each of its four neighbors is retried in its own process.
 
-    The four retried episodes wait for each other.
+    No retried episode can finish until all four have started.
     """
 
     async def together() -> Any:

@@ -195,7 +195,7 @@ def spans_match(whole: list[int], context: list[int], sampled: list[bool]) -> bo
 
 @dataclass(kw_only=True)
 class Request:
-    """A request's messages and options. `before` lists the earlier turns of its conversation."""
+    """A request's messages and options. `before` lists indices of the earlier turns."""
 
     messages: list[Any]
     options: dict[str, Any] = field(default_factory=dict)
@@ -203,7 +203,7 @@ class Request:
 
 
 def check_prompts(engine: ScriptedEngine, requests: list[Request], notices: dict[str, str]) -> None:
-    """Assert that prompts keep sampled tokens and, if there is no notice, are full renderings."""
+    """Assert that prompts keep sampled tokens and, without a notice, equal the full rendering."""
     for turn, request in enumerate(requests):
         prompt = engine.prompts[turn]
         sampled = [False] * len(prompt)
@@ -276,7 +276,7 @@ def test_every_prompt_is_the_full_rendered_template_or_comes_with_a_notice(
 
 @pytest.mark.parametrize("kind", sorted(TOKENIZERS))
 @pytest.mark.parametrize("template", [CHATML, ZEPHYR])
-def test_template_with_end_markers_gives_the_full_rendering_without_a_notice(
+def test_template_with_end_markers_is_rendered_in_full_without_a_notice(
     kind: str, template: str
 ) -> None:
     tokenizer = chat_tokenizer(kind, template.replace("<|im_end|>", TOKENIZERS[kind]().eos_token))
@@ -352,7 +352,7 @@ def fields_of_the_api() -> set[str]:
     return names
 
 
-def test_every_api_field_is_used_ignored_or_rejected() -> None:
+def test_every_api_field_is_either_used_or_ignored_or_rejected() -> None:
     assert fields_of_the_api() <= READ.keys() | WITHOUT_EFFECT | UNSUPPORTED.keys()
 
 
@@ -366,7 +366,7 @@ def byte_level_engine(*script: tuple[str, str]) -> ScriptedEngine:
     return engine
 
 
-def test_error_names_unsupported_field() -> None:
+def test_error_names_the_unsupported_field() -> None:
     refused: dict[str, Any] = {}
 
     async def conversation(client: AsyncOpenAI) -> None:
@@ -623,7 +623,7 @@ def test_streamed_response_has_logprobs_usage_and_tool_calls() -> None:
     ("of_run", "of_request", "truncated"),
     [(None, 1, False), (2, 1, False), (1, None, True), (1, 5, True), (1, 1, True)],
 )
-def test_client_episode_is_truncated_only_by_limits_of_the_run(
+def test_client_episode_is_truncated_only_by_the_limits_of_the_run(
     of_run: int | None, of_request: int | None, truncated: bool
 ) -> None:
     async def conversation(client: AsyncOpenAI) -> None:
@@ -647,7 +647,7 @@ def play_game(
     """Run an episode whose environment responds with `feedback(states)`.
 
     `then` is the value of `max_tokens` after the first turn. Returns the result, and the states
-    that each step received.
+    received by each step.
     """
     received: list[dict[str, Any]] = []
 
@@ -727,7 +727,7 @@ def test_feedback_does_not_repeat_end_text_sampled_by_the_policy(
     ("of_run", "of_step", "truncated"),
     [(None, 1, False), (3, 1, False), (1, 1, True), (2, None, True)],
 )
-def test_environment_episode_is_truncated_only_by_limits_of_the_run(
+def test_environment_episode_is_truncated_only_by_the_limits_of_the_run(
     of_run: int | None, of_step: int | None, truncated: bool
 ) -> None:
     engine = byte_level_engine(("a", "stop"), ("a b a b", "length"))
@@ -735,7 +735,7 @@ def test_environment_episode_is_truncated_only_by_limits_of_the_run(
     assert result["truncated"] is truncated
 
 
-def test_multi_turn_executor_returns_the_log_probabilities_of_a_subclass_s_own_engine() -> None:
+def test_multi_turn_executor_returns_logprobs_from_a_custom_engine_of_a_subclass() -> None:
     engine = byte_level_engine(("a", "stop"), ("b", "stop"))
     result, _ = play_game(engine, lambda states: "\n", turns=2)
     assert result["scores"] == result["reward"]
@@ -745,7 +745,7 @@ def test_multi_turn_executor_returns_the_log_probabilities_of_a_subclass_s_own_e
     assert builder.rollout_logprobs == expected and sum(builder.action_mask) == 4
 
 
-def test_difference_in_spaces_has_a_separate_notice() -> None:
+def test_difference_in_spaces_is_reported_in_a_separate_notice() -> None:
     """Each kind of notice is logged only once in a run."""
     engine = byte_level_engine(("a ", "stop"), ("b.a", "stop"), ("a", "stop"))
     shown = "m['content'].split('.')[-1] | trim"
@@ -761,7 +761,7 @@ def test_difference_in_spaces_has_a_separate_notice() -> None:
     assert list(notices) == ["spaces", "template"]
 
 
-def test_sampling_params_accept_attributes_that_change_nothing() -> None:
+def test_sampling_params_accept_attributes_that_have_no_effect() -> None:
     params = SamplingParams(temperature=0.5)
     params.n = 1  # type: ignore[attr-defined]
     params.bad_words = []  # type: ignore[attr-defined]

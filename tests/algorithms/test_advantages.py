@@ -26,7 +26,7 @@ from tests.reference import credit
 ALL = ["gae", "reinforce", "reinforce_baseline", "rloo", "group_norm", "dr_grpo", "flash_reinforce"]
 PER_GROUP = ["reinforce_baseline", "rloo", "group_norm", "dr_grpo"]
 
-# Quarters are exact in binary, so rounding does not affect these properties.
+# Multiples of ¼ are exact in binary, so rounding does not affect the tested properties.
 quarters = st.integers(-40, 40).map(lambda n: n / 4)
 batches = st.lists(st.tuples(quarters, st.integers(0, 4)), min_size=1, max_size=20)
 
@@ -68,7 +68,7 @@ def test_estimators_declare_their_requirements() -> None:
     }
 
 
-# Shaping within a prompt
+# Reward shaping within a prompt
 
 
 @pytest.mark.parametrize(
@@ -78,8 +78,8 @@ def test_estimators_declare_their_requirements() -> None:
         ("reinforce", [1.0, 0.0, 0.0, 3.0, 5.0]),
         ("reinforce_baseline", [2 / 3, -1 / 3, -1 / 3, -1.0, 1.0]),
         ("dr_grpo", [2 / 3, -1 / 3, -1 / 3, -1.0, 1.0]),
-        ("flash_reinforce", [-0.8, -1.8, -1.8, 1.2, 3.2]),  # the mean of the batch is 1.8
-        ("rloo", [1.0, -1 / 2, -1 / 2, -2.0, 2.0]),  # the others' means are 0, ½, ½ and 5, 3
+        ("flash_reinforce", [-0.8, -1.8, -1.8, 1.2, 3.2]),  # the batch mean is 1.8
+        ("rloo", [1.0, -1 / 2, -1 / 2, -2.0, 2.0]),  # leave-one-out means: 0, ½, ½ and 5, 3
         ("group_norm", [2 * 3**-0.5, -(3**-0.5), -(3**-0.5), -(0.5**0.5), 0.5**0.5]),
     ],
 )
@@ -155,7 +155,7 @@ def test_equal_rewards_are_shaped_to_exactly_zero(
 
 
 @pytest.mark.parametrize("name", PER_GROUP)
-def test_a_prompts_only_sample_is_shaped_to_zero(name: str) -> None:
+def test_only_sample_of_a_prompt_is_shaped_to_zero(name: str) -> None:
     assert shaped(name, [5.0, 1.0, 3.0], [0, 1, 1])[0].item() == 0.0
 
 
@@ -300,7 +300,7 @@ def test_advantages_without_actions_are_zero(shape: tuple[int, int]) -> None:
 
 
 def test_credit_assignment_with_mismatched_shapes_raises_an_error() -> None:
-    # Raised by `gae` itself, or earlier by the test run's type checks.
+    # The error comes from `gae`, or earlier from the type checks of the test run.
     with pytest.raises((ValueError, TypeError), match=r"\(2, 3\), \(2, 4\), \(2, 3\)|values"):
         gae(torch.zeros(2, 3), torch.zeros(2, 4), torch.ones(2, 3) > 0, gamma=1.0, lam=1.0)
 

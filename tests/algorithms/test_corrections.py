@@ -45,7 +45,7 @@ CLIPS: list[Level] = ["token", "seq", "seq-product"]
 CORRECTIONS += [
     Correction(gating="ratio", level=level, mode="clip", low=0.5, high=2.0) for level in CLIPS
 ]
-# Log-ratios of a row's tokens, and whether each token was sampled. Sums of eighths are exact.
+# One (log-ratio, was sampled) pair per token of a row; multiples of ⅛ add up exactly.
 rows = st.lists(
     st.tuples(st.integers(-24, 24).map(lambda n: n / 8), st.booleans()), min_size=1, max_size=8
 )
@@ -65,7 +65,7 @@ def preset(name: str, low: float = 0.5, high: float = 5.0) -> Correction:
 
 
 def row_of(omegas: list[float]) -> tuple[Tensor, Tensor, Tensor]:
-    """Return (log π_old, log π_rollout, mask) of one row with these ratios."""
+    """Return (log π_old, log π_rollout, mask) for one row with the given ratios."""
     old = torch.tensor([omegas]).log() - 1
     return old, torch.full_like(old, -1.0), torch.ones_like(old, dtype=torch.bool)
 
@@ -73,7 +73,7 @@ def row_of(omegas: list[float]) -> tuple[Tensor, Tensor, Tensor]:
 def random_rows(dtype: torch.dtype = torch.float64) -> tuple[Tensor, Tensor, Tensor]:
     """Return (log π_old, log π_rollout, mask), including probabilities close to 0 and to 1.
 
-    The first row has the smallest mismatch, and the last row the largest.
+    The mismatch grows from the first row to the last.
     """
     generator = torch.Generator().manual_seed(0)
     rollout = -torch.rand(8, 6, dtype=torch.float64, generator=generator) * 4
@@ -104,22 +104,22 @@ def reference_weights(old: Tensor, rollout: Tensor, mask: Tensor, each: Correcti
             "seq-mask-tis",
             [0.4, 1.0, 9.0],
             [0.4, 1.0, 9.0],
-        ),  # mean 3.6^(1/3) = 1.53: the row is kept
+        ),  # the geometric mean is 3.6^(1/3) = 1.53, so the row is kept
         (
             "seq-mask-tis",
             [2.0, 2.0, 2.0],
             [2.0, 2.0, 2.0],
-        ),  # mean 2, regardless of the product: the row is kept
+        ),  # the geometric mean is 2 (the product is 8), so the row is kept
         (
             "seq-mask-tis",
             [6.0, 1.0, 27.0],
             [0.0, 0.0, 0.0],
-        ),  # mean 162^(1/3) = 5.45: the row is dropped
+        ),  # the geometric mean is 162^(1/3) = 5.45, so the row is dropped
         (
             "seq-mask-tis",
             [0.1, 0.5, 1.0],
             [0.0, 0.0, 0.0],
-        ),  # mean 0.05^(1/3) = 0.37: the row is dropped
+        ),  # the geometric mean is 0.05^(1/3) = 0.37, so the row is dropped
     ],
 )
 def test_correction_presets_match_a_worked_example(
@@ -137,10 +137,10 @@ def test_tis_with_lower_bound_0_truncates_as_in_the_paper() -> None:
 
 @pytest.mark.parametrize(
     ("gating", "expected"),
-    # p = 0.5 and q = 0.25: ln 2 / 2 + ln (2/3) / 2
+    # KL for p = 0.5 and q = 0.25: ln 2 / 2 + ln (2/3) / 2
     [("binary_kl", 0.143841), ("tv", 0.25), ("ratio", 0.5)],
 )
-def test_gate_statistics_match_worked_example(gating: Gating, expected: float) -> None:
+def test_gate_statistics_match_a_worked_example(gating: Gating, expected: float) -> None:
     old, rollout, mask = torch.tensor([[0.25]]).log(), torch.tensor([[0.5]]).log(), torch.ones(1, 1)
     statistic = gate_statistic(old, rollout, mask > 0, gating=gating, level="token")
     assert statistic.item() == pytest.approx(expected, abs=1e-6)
@@ -251,7 +251,7 @@ def test_correction_weights_have_no_gradient() -> None:
     ].requires_grad
 
 
-def test_row_levels_mark_all_tokens_of_a_row_outside_the_band() -> None:
+def test_sequence_levels_mark_all_actions_of_a_row_outside_the_band() -> None:
     row = row_of([6.0, 1.0, 27.0])
     assert correction_weights(*row, preset("icepop"))[1].tolist() == [[True, False, True]]
     assert correction_weights(*row, preset("seq-mask-tis"))[1].tolist() == [[True, True, True]]
@@ -260,7 +260,7 @@ def test_row_levels_mark_all_tokens_of_a_row_outside_the_band() -> None:
     assert correction_weights(old, rollout, acting, preset("seq-mask-tis"))[1].equal(acting)
 
 
-def test_filtered_units_are_tokens_or_rows_with_actions() -> None:
+def test_filtered_units_are_counted_in_tokens_or_in_rows_with_actions() -> None:
     mask = torch.tensor([[True, True, False], [True, True, True], [False, False, False]])
     outside = torch.tensor([[True, True, False], [False, False, False], [False, False, False]])
     assert filtered_units(outside, mask, "token") == (2, 5)

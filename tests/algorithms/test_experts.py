@@ -12,10 +12,10 @@ from openrlhf.algorithms.experts import load_balancing_loss
 DRAW = torch.Generator().manual_seed(0)
 
 
-def test_load_balancing_loss_of_equally_used_experts_is_top_k() -> None:
-    """Each of four tokens chooses a different one of four experts with certainty.
+def test_load_balancing_loss_is_top_k_if_experts_are_used_equally() -> None:
+    """Each of four tokens is routed to a different expert with probability 1.
 
-    All shares and mean probabilities are ¼, so the loss is 4 · 4 · ¼ · ¼ = 1.
+    Every expert has a token share and a mean probability of ¼, so the loss is 4 · 4 · ¼ · ¼ = 1.
     """
     assert float(load_balancing_loss([100 * torch.eye(4)], top_k=1)) == pytest.approx(1.0)
     assert float(
@@ -23,7 +23,7 @@ def test_load_balancing_loss_of_equally_used_experts_is_top_k() -> None:
     ) == pytest.approx(2.0, abs=0.01)
 
 
-def test_load_balancing_loss_of_a_single_used_expert_is_the_number_of_experts() -> None:
+def test_load_balancing_loss_is_the_number_of_experts_if_only_one_is_used() -> None:
     logits = torch.zeros(5, 4)
     logits[:, 2] = 100.0
     assert float(load_balancing_loss([logits], top_k=1)) == pytest.approx(4.0)

@@ -140,7 +140,7 @@ def test_unbiased_kl_matches_the_float64_loop_in_value_and_gradient(estimator: s
     assert (weights > 10).any() and (weights < 1).any()
 
 
-def test_unbiased_kl_has_one_gradient_for_all_estimators_even_where_they_are_clipped() -> None:
+def test_unbiased_kl_has_the_same_gradient_for_all_estimators_even_where_clipped() -> None:
     logprobs = torch.linspace(-30, 30, 61, dtype=torch.float64, requires_grad=True)
     old, reference = logprobs.detach() - 0.5, torch.zeros_like(logprobs)
     gradients = [
@@ -176,7 +176,7 @@ def test_unbiased_kl_value_equals_the_estimate_in_float32(estimator: str) -> Non
 
 
 def test_tokens_with_a_clipped_kl_estimate_are_counted() -> None:
-    """exp(2.6) − 1 − 2.6 = 9.86 is not clipped; exp(2.7) − 1 − 2.7 = 11.2 is."""
+    """exp(2.6) − 1 − 2.6 = 9.86 is below the limit of 10; exp(2.7) − 1 − 2.7 = 11.2 is above."""
     kl = kl_estimate(torch.tensor([-2.6, -2.7, 0.0, 50.0]), torch.zeros(4), "k3")
     assert kl_clamped(kl).tolist() == [False, True, False, True]
 

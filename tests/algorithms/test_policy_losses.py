@@ -43,7 +43,7 @@ def loss_of(name: str, block: Block, **clip: Any) -> PolicyLoss:
 
 
 def one_token(ratio: float, advantage: float, name: str = "ppo", **clip: Any) -> PolicyLoss:
-    """Return the loss of a single token with this ratio and advantage; log π_θ = log ratio − 1."""
+    """Return the loss of one token with the given ratio and advantage; log π_old is −1."""
     logprobs = torch.tensor([[math.log(ratio) - 1]], dtype=torch.float64)
     old, mask = torch.full_like(logprobs, -1.0), torch.ones(1, 1, dtype=torch.bool)
     return loss_of(name, (logprobs, old, torch.full_like(old, advantage), mask), **clip)
@@ -66,12 +66,12 @@ def gradient(name: str, block: Block, **clip: Any) -> Tensor:
     [
         (1.1, 2.0, None, -2.2, False),  # inside the range
         (1.5, 2.0, None, -2.56, True),  # the gain is capped at a ratio of 1.28
-        (0.5, 2.0, None, -1.0, False),  # a good token that became less likely keeps its gradient
+        (0.5, 2.0, None, -1.0, False),  # Â > 0 and a smaller ratio: not clipped
         (0.5, -2.0, None, 1.6, True),  # the loss is capped at a ratio of 0.8
-        (1.5, -2.0, None, 3.0, False),  # a bad token that became more likely keeps its gradient
+        (1.5, -2.0, None, 3.0, False),  # Â < 0 and a larger ratio: not clipped
         (9.0, -2.0, None, 18.0, False),
-        (9.0, -2.0, 3.0, 6.0, False),  # a bad token's loss is bounded by the dual clip
-        (9.0, 2.0, 3.0, -2.56, True),  # the dual clip applies only to bad tokens
+        (9.0, -2.0, 3.0, 6.0, False),  # the dual clip bounds the loss for Â < 0
+        (9.0, 2.0, 3.0, -2.56, True),  # the dual clip does not apply for Â > 0
         (1.0, 0.0, None, 0.0, False),
     ],
 )
@@ -357,9 +357,9 @@ def test_aggregation_weights_match_a_worked_example(
 def test_loss_and_gradient_do_not_depend_on_the_micro_batch_split(
     name: str, kind: str, corrected: bool, parts: list[int]
 ) -> None:
-    """Rows are distributed arbitrarily over four micro-batches; some may be empty.
+    """Rows are distributed arbitrarily over four micro-batches, some of which may be empty.
 
-    `parts[i]` is the micro-batch of row i.
+    `parts[i]` is the index of the micro-batch that contains row i.
     """
     logprobs, old, advantages, mask = random_block()
     logprobs.requires_grad_()
@@ -369,7 +369,7 @@ def test_loss_and_gradient_do_not_depend_on_the_micro_batch_split(
     correction = Correction(gating="ratio", level="seq", mode="mask", low=0.8, high=1.25)
 
     def share(rows: list[int]) -> tuple[Tensor, Tensor, float]:
-        """Return these rows' per-token loss terms, the weighted sum of the terms, and the count."""
+        """Return the rows' per-token loss terms, the weighted sum of the terms, and the count."""
         terms = loss_of(name, (logprobs[rows], old[rows], advantages[rows], mask[rows])).per_token
         if corrected:
             terms = terms * correction_weights(old[rows], rollout[rows], mask[rows], correction)[0]

@@ -1,6 +1,6 @@
 """Losses for pairs and labeled answers.
 
-The losses are compared with a loop over single pairs, their gradients with finite differences.
+Losses are compared with a loop over single pairs, and gradients with finite differences.
 """
 
 from __future__ import annotations

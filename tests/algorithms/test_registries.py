@@ -65,7 +65,7 @@ def test_registering_a_function_adds_its_name_and_traits_to_the_flag_choices() -
     assert table == {"known": 1, "new": 3, "plain": 5}
 
 
-def test_flag_choices_match_the_parts_of_a_correction() -> None:
+def test_flag_choices_match_the_levels_modes_and_gates_of_a_correction() -> None:
     flags = flags_of(AdvantageConfig)
     parts = {"level": Level, "mode": Mode, "gating": Gating}
     for name, part in parts.items():

@@ -56,7 +56,7 @@ def test_overlong_penalty_matches_the_reference(
     ("coef", "expected"),
     [(0.5, [1.0, -2.0]), (0.0, [0.0, -2.0]), (1.0, [2.0, -2.0]), (-3.0, [-3.0, -2.0])],
 )
-def test_rewards_of_truncated_samples_are_scaled_or_replaced(
+def test_rewards_of_truncated_samples_are_scaled_or_replaced_by_a_penalty(
     coef: float, expected: list[float]
 ) -> None:
     truncated = torch.tensor([True, False])
@@ -76,7 +76,7 @@ def test_last_action_of_each_row_is_marked() -> None:
 
 
 def test_token_rewards_match_a_worked_example() -> None:
-    """β = 0.1 subtracts 0.1 · kl from every action token; the last one also gets the reward, 5."""
+    """β = 0.1 subtracts 0.1 · kl from each action token; the last action also gets reward 5."""
     kl = torch.tensor([[9.0, 1.0, 2.0, 9.0, 3.0, 9.0]])
     rewards = token_rewards(torch.tensor([5.0]), kl, MASK[:1], 0.1)
     assert torch.allclose(rewards, torch.tensor([[0.0, -0.1, -0.2, 0.0, 4.7, 0.0]]))
@@ -120,8 +120,8 @@ def test_token_rewards_of_a_row_sum_to_the_reward_minus_kl(
     assert not tokens[~mask].any()
 
 
-def test_turn_rewards_stay_at_their_turns_and_the_last_action_gets_the_remainder() -> None:
-    """The first turn earned 0.5 of a reward of 2, which was clipped to 1.5, so 1 remains.
+def test_turn_rewards_stay_in_their_turns_and_the_last_action_gets_the_remainder() -> None:
+    """The reward of 2 was clipped to 1.5; the first turn earned 0.5 of it, so 1 remains.
 
     The mask is [F, T, T, F, T, F].
     """

@@ -52,7 +52,7 @@ def test_token_nll_matches_softmax_and_passes_gradcheck() -> None:
 def test_distillation_loss_passes_gradcheck(best: int | None) -> None:
     """The loss also equals an explicit sum over the teacher's tokens.
 
-    The teacher's probabilities of its top tokens sum to 1.
+    The teacher's top-k probabilities are renormalized to sum to 1.
     """
     draw = torch.Generator().manual_seed(0)
     logits, teacher = torch.randn(2, 4, 6, dtype=torch.float64, generator=draw)
@@ -73,13 +73,13 @@ def test_distillation_loss_passes_gradcheck(best: int | None) -> None:
 
 
 def test_pairwise_loss_matches_a_worked_example() -> None:
-    """Equal rewards give log 2. A chosen answer better by log 3 gives −log(¾)."""
+    """Equal rewards give log 2. A chosen reward that is higher by log 3 gives −log(¾)."""
     chosen, rejected = torch.tensor([1.0, math.log(3.0)]), torch.tensor([1.0, 0.0])
     assert log_sigmoid(chosen, rejected).tolist() == pytest.approx([math.log(2), math.log(4 / 3)])
 
 
-def test_pairwise_losses_are_equal_and_the_margin_shifts_the_difference() -> None:
-    """`sigmoid` and `logexp` of --model.loss_type: −log σ(x) = log(1 + exp(−x))."""
+def test_pairwise_loss_types_are_equal_and_the_margin_shifts_the_difference() -> None:
+    """The loss types `sigmoid` and `logexp` are equal: −log σ(x) = log(1 + exp(−x))."""
     chosen, rejected = torch.randn(2, 50, generator=torch.Generator().manual_seed(0))
     assert torch.allclose(log_sigmoid(chosen, rejected), (1 + (rejected - chosen).exp()).log())
     margin = torch.full((50,), 0.7)
@@ -129,9 +129,9 @@ def test_pairwise_loss_matches_the_reference_and_depends_only_on_differences(
 
 @pytest.mark.parametrize("top_k", [False, True])
 def test_token_excluded_by_teacher_and_student_adds_no_loss(top_k: bool) -> None:
-    """An example of an excluded token is vocabulary padding.
+    """Vocabulary padding is one example of an excluded token.
 
-    The remaining tokens give the same loss as without the excluded token, and a finite gradient.
+    The loss equals the loss over the remaining tokens, and the gradient is finite.
     """
     teacher = torch.tensor([[0.5, -torch.inf, 1.5, -0.5]], dtype=torch.float64)
     logits = torch.tensor([[1.0, -torch.inf, 0.0, 2.0]], dtype=torch.float64, requires_grad=True)

@@ -72,7 +72,7 @@ def test_whitening_matches_the_reference(scale: bool) -> None:
     assert masked_whiten(x, mask, scale=scale).tolist() == pytest.approx(expected, abs=1e-6)
 
 
-# Quarters are exact in binary. The boolean tells whether the mask includes the number.
+# Pairs (number, whether the mask includes it); multiples of ¼ are exact in binary.
 masked = st.lists(
     st.tuples(st.integers(-40, 40).map(lambda n: n / 4), st.booleans()), min_size=1, max_size=20
 )
@@ -321,7 +321,7 @@ def test_only_one_chunk_of_logits_is_held_at_a_time(
 ) -> None:
     """No tensor is larger than the gradient of the hidden states.
 
-    There are 64 tokens, a vocabulary of 40 and chunks of two tokens.
+    The input has 64 tokens and a vocabulary of 40, and a chunk has two tokens.
     """
     monkeypatch.setattr(tensors, "CHUNK_LOGITS", 80)
     *inputs, targets = head_inputs(rows=64, width=2, vocabulary=40)

@@ -1,7 +1,7 @@
 """A save that is killed or runs out of disk space at any file operation keeps older checkpoints.
 
-When run as a script, this file kills real processes (`drive`). The tests examine the files that
-those processes leave behind.
+When run as a script, the module kills real processes (`drive`). The tests examine the files left
+behind by killed processes.
 """
 
 from __future__ import annotations
@@ -55,7 +55,7 @@ def save(root: Path | CheckpointManager, step: int, label: str, **begin: bool) -
 
 
 def newest_label(manager: CheckpointManager) -> str | None:
-    """Return the label of `latest()`.
+    """Return the label of the newest checkpoint.
 
     Check that each checkpoint is complete and comes from a single save.
     """
@@ -128,7 +128,7 @@ def sabotage(strike: Callable[[int], None], operations: list[str]) -> Iterator[N
             setattr(os, name, wrap(function))
         os.fsync = wrap(
             lambda descriptor: None
-        )  # only the order matters here, so nothing is synced to disk
+        )  # only the order of calls is tested, so nothing is synced to disk
         builtins.open = io.open = open_counted  # type: ignore[assignment]
         yield
     finally:
@@ -200,7 +200,7 @@ def wreckage(memory: Path) -> Path:
 
 
 class Sorted:
-    """Run `os.scandir` sorted by name, so that files are deleted in the least favorable order."""
+    """A replacement for `os.scandir` that sorts by name, the least favorable order for deletion."""
 
     real = staticmethod(os.scandir)
 
@@ -288,7 +288,7 @@ def test_recovery_can_be_repeated_after_a_kill_at_any_operation(
 
 @pytest.mark.parametrize("scenario", SCENARIOS)
 @pytest.mark.parametrize("lasting", [False, True], ids=["for a moment", "for good"])
-def test_full_disk_at_any_operation_loses_at_most_the_new_checkpoint(
+def test_full_disk_at_any_operation_loses_only_the_new_checkpoint(
     scenario: str, lasting: bool, tmp_path: Path
 ) -> None:
     setting, action = SCENARIOS[scenario]

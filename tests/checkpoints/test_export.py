@@ -34,8 +34,7 @@ from openrlhf.models.stored_files import check_can_be_exported
 from tests.checkpoints.kept import checkpoints_in
 from tests.tiny import character_tokenizer, save_tiny_model
 
-# Values that models ship in generation_config.json, or in config.json if the model has no
-# generation_config.json.
+# Contradictory values from published models' generation_config.json or config.json.
 CONTRADICTIONS: list[dict[str, Any]] = [
     {"temperature": 0.9, "top_p": 0.6},
     {"top_k": 5},
@@ -100,7 +99,7 @@ def test_export_keeps_generation_settings_that_transformers_refuses_to_write(
         assert torch.equal(tensor, after.state_dict()[name])
 
 
-def test_generation_settings_that_transformers_cannot_read_are_reported(tmp_path: Path) -> None:
+def test_generation_settings_that_transformers_cannot_load_are_reported(tmp_path: Path) -> None:
     source = model_with(tmp_path / "base", {"num_return_sequences": 3})
     notice = str(*check_can_be_exported(str(source), character_tokenizer()))
     assert "num_return_sequences" in notice
@@ -128,7 +127,7 @@ def test_adapter_merges_into_a_model_with_contradictory_generation_settings(
     )
 
 
-def test_consistent_generation_config_is_written_like_transformers_would(
+def test_consistent_generation_config_is_written_as_transformers_would_write_it(
     tmp_path: Path,
 ) -> None:
     source = model_with(tmp_path / "base")
@@ -171,7 +170,7 @@ def test_failed_export_keeps_the_new_weights_and_the_old_model(
     assert not list(old.glob(f"{ASIDE}*"))
 
 
-def test_export_replaces_all_files_of_the_old_model_but_no_others(tmp_path: Path) -> None:
+def test_export_replaces_the_files_of_the_old_model_but_no_other_files(tmp_path: Path) -> None:
     out = tmp_path / "out"
     (out / "additional_chat_templates").mkdir(parents=True)
     old = [
@@ -203,7 +202,7 @@ def test_old_model_is_kept_until_the_new_model_is_complete(tmp_path: Path) -> No
 
 
 def test_export_does_not_write_outside_its_folder(tmp_path: Path) -> None:
-    """The folder may be a mount point in a folder that the user cannot write to."""
+    """The export folder may be a mount point in a parent folder that the user cannot write to."""
     out = tmp_path / "mount"
     out.mkdir()
     with replacing(out) as aside:
@@ -236,7 +235,7 @@ def write_torch(folder: Path) -> None:
 
 @contextmanager
 def small_files() -> Iterator[None]:
-    """Limit the size of files that this process writes, like a quota."""
+    """Limit the size of each file that the process writes, as a quota would."""
     limits = resource.getrlimit(resource.RLIMIT_FSIZE)
     resource.setrlimit(resource.RLIMIT_FSIZE, (20_000, limits[1]))
     try:
@@ -260,7 +259,7 @@ def test_export_over_quota_raises_a_checkpoint_error(
         write(aside)
 
 
-def test_export_that_fails_for_a_different_reason_raises_no_checkpoint_error(
+def test_export_that_fails_for_another_reason_raises_no_checkpoint_error(
     tmp_path: Path,
 ) -> None:
     manager = checkpoints_in(tmp_path)
@@ -276,7 +275,7 @@ def test_engine_files_over_quota_raise_a_checkpoint_error(
     staged = manager.begin(2)
     with pytest.raises(CheckpointError), manager.writing(staged), small_files():
         write_torch(Path(staged.directory))
-    assert not staged.directory.exists()  # the final model needs the space
+    assert not staged.directory.exists()  # the freed space is needed for the final model
 
 
 def test_unwritable_error_can_be_pickled() -> None:

@@ -36,9 +36,9 @@ def no_waiting_for_the_disk(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def fill(staged: StagedCheckpoint, text: str = "weights") -> None:
-    """Write the ranks' files.
+    """Write the ranks' files of a checkpoint.
 
-    The ranks write the files in `<directory>/<tag>`, DeepSpeed's `latest`, and an export.
+    The written files are those in `<directory>/<tag>`, DeepSpeed's `latest`, and an export.
     """
     for place in staged.places:
         path = staged.directory / place / "model_states.pt"
@@ -89,7 +89,7 @@ def test_offline_checkpoint_has_the_layout_that_deepspeed_expects(tmp_path: Path
     assert checkpoint.hf_dir == str(tmp_path / "global_step20_hf")
 
 
-def test_rl_checkpoint_has_one_directory_per_engine(tmp_path: Path) -> None:
+def test_rl_checkpoint_has_one_directory_per_training_engine(tmp_path: Path) -> None:
     manager = checkpoints_in(tmp_path, parts=RL)
     checkpoint = save(manager, 20, best=True, hf=True)
     for part in RL:
@@ -148,8 +148,8 @@ def test_run_state_identity_that_json_would_change_is_rejected(identity: dict) -
         RunState(step=1, identity=identity)
 
 
-def test_manifest_with_unknown_fields_is_not_renamed_as_damaged(tmp_path: Path) -> None:
-    """A newer version of the program may have written it."""
+def test_manifest_with_unknown_fields_is_not_treated_as_damaged(tmp_path: Path) -> None:
+    """The manifest may have been written by a newer version of the program."""
     manager = checkpoints_in(tmp_path)
     save(manager, 1)
     path = tmp_path / "global_step1.manifest.json"
@@ -163,7 +163,7 @@ def test_manifest_with_unknown_fields_is_not_renamed_as_damaged(tmp_path: Path) 
     assert json.loads(path.read_text()) == manifest
 
 
-def test_moved_run_folder_is_continued_at_its_new_path(tmp_path: Path) -> None:
+def test_run_whose_folder_was_moved_continues_at_the_new_path(tmp_path: Path) -> None:
     own, given = tmp_path / "own", tmp_path / "given"
     state = RunState(step=1, run_dir=str(own))
     assert state.continued_folder(str(given)) == str(own), (
@@ -199,7 +199,7 @@ def test_latest_returns_the_newest_save_regardless_of_type_and_step(
 ) -> None:
     manager = checkpoints_in(tmp_path, max_num=9)
     for step, best in [(10, False), (10, True), (20, False), (5, False), (4, True)]:
-        # Step 5 comes after step 20 because a new run uses an older run's path.
+        # Step 5 follows step 20 if a new run reuses the path of an older run.
         checkpoint = save(manager, step, best=best)
         assert checkpoints_in(tmp_path).latest() == checkpoint
 
@@ -290,7 +290,7 @@ def test_directories_of_other_programs_are_skipped_and_never_deleted(tmp_path: P
 
 
 def listed(*rows: tuple[str, float | None, float], key: str = "eval_pass1") -> list[Checkpoint]:
-    """Return a checkpoint for each (tag, metric, GiB), oldest first."""
+    """Return one checkpoint per (tag, metric, GiB) row, oldest first."""
     return [
         Checkpoint(
             directory=Path("/"),
@@ -325,14 +325,14 @@ def listed(*rows: tuple[str, float | None, float], key: str = "eval_pass1") -> l
             9,
             3.0,
             ["a"],
-        ),  # the newest is kept although it is too big
+        ),  # the newest is kept although it exceeds the limit
         ([("best_a", 0.9, 1), ("b", 0.1, 1), ("c", 0.2, 1)], 2, math.inf, []),  # best: not counted
         (
             [("best_a", 0.9, 1), ("b", 0.1, 1), ("c", 0.2, 1)],
             9,
             2.0,
             ["b"],
-        ),  # a best checkpoint's bytes count toward the limit
+        ),  # the size of a best checkpoint counts toward the limit
         ([("best_a", 0.1, 1), ("b", 0.5, 1), ("best_c", 0.9, 1)], 9, math.inf, ["best_a"]),
         ([("best_a", 0.1, 1), ("best_b", 0.2, 1), ("c", 0.9, 1)], 9, math.inf, ["best_a"]),
         ([("best_a", 0.1, 2), ("b", 0.5, 1), ("best_c", 0.9, 2)], 9, 3.0, ["best_a"]),
@@ -378,7 +378,7 @@ def test_damaged_checkpoint_does_not_displace_a_complete_one(tmp_path: Path) -> 
     assert tags(manager) == ["global_step1", "global_step3"]
 
 
-def test_max_num_includes_the_newest_checkpoint_and_exports_are_removed_with_their_checkpoints(
+def test_max_num_counts_the_newest_checkpoint_and_evictions_remove_exports_too(
     tmp_path: Path,
 ) -> None:
     manager = checkpoints_in(tmp_path, parts=RL, max_num=2)
@@ -546,10 +546,10 @@ def test_check_room_accepts_a_file_system_that_does_not_report_its_size(
     assert checkpoints_in(tmp_path).check_room(100 * GIB) == []
 
 
-def test_full_disk_during_a_save_is_reported_as_such(
+def test_full_disk_during_a_save_is_reported_as_a_full_disk(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """When the disk is full, torch reports only an unexpected file position."""
+    """On a full disk, torch reports only an unexpected file position."""
     manager = checkpoints_in(tmp_path)
     staged = manager.begin(2)
 
@@ -561,7 +561,7 @@ def test_full_disk_during_a_save_is_reported_as_such(
         with manager.writing(staged):
             raise RuntimeError(message)
 
-    # The disk has free space, so a quota may have been reached.
+    # The disk has free space, so the cause may be a quota.
     with pytest.raises(CheckpointError, match=r"--ckpt\.path .*unexpected pos"):
         write()
     with pytest.raises(RuntimeError, match=r"^a defect$"):
@@ -575,7 +575,7 @@ def test_full_disk_during_a_save_is_reported_as_such(
 
 
 def test_vanished_checkpoint_folder_is_reported_as_a_failed_write(tmp_path: Path) -> None:
-    """For example, a network file system that was unmounted during the save."""
+    """A network file system may be unmounted during a save, for example."""
     manager = checkpoints_in(tmp_path / "ckpt")
     staged = manager.begin(2)
     missing = pytest.raises(CheckpointError, match="No such file or directory")
@@ -604,7 +604,7 @@ def test_save_succeeds_even_if_older_checkpoints_cannot_be_deleted(
         second = save(manager, 2)
     assert str(tmp_path / ".tmp-global_step1") in capsys.readouterr().err
     assert manager.latest() == second
-    assert not list(tmp_path.glob(".*"))  # the manager's next call removed the leftovers
+    assert not list(tmp_path.glob(".*"))  # `latest` has removed the leftovers
 
 
 # ---------------------------------------------------------------- hashes
@@ -647,7 +647,7 @@ def test_fingerprint_of_long_files_detects_every_long_gap(
         1,
         size // 3,
         size - gap,
-    ]:  # for example, pages that were never written to disk
+    ]:  # the gap simulates pages that were never written to disk
         path.write_bytes(content[:start] + bytes(gap) + content[start + gap :])
         assert checkpoint_files.fingerprint(path) != before
     for offset in (0, size - 1):

@@ -41,7 +41,7 @@ def trained_model(
     spec = load_spec(path=path, param_dtype=dtype, attention="sdpa", packing=True, lora=FORMS[form])
     hf: Any = load_scalar(spec, head_prefix="value", seed=1).hf if scalar else load_causal_lm(spec)
     if dtype == "bf16":
-        hf.to(torch.bfloat16)  # training rounds new weights in the same way
+        hf.to(torch.bfloat16)  # training also rounds new weights to bfloat16
     draw = torch.Generator().manual_seed(1)
     with torch.no_grad():
         for parameter in hf.parameters():

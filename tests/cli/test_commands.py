@@ -106,12 +106,12 @@ def test_cpu_build_is_found_under_its_package_name(
     assert installed("nowhere") is None
 
 
-def test_user_error_is_printed_once_per_machine(
+def test_user_error_is_printed_only_once_per_machine(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Processes other than the first wait before they print an error.
+    """All processes except the first wait before they print an error.
 
-    If the first process has the same error, the launcher stops the others while they wait.
+    If the first process fails with the same error, the launcher stops the waiting processes.
     """
     waits: list[float] = []
 
@@ -133,7 +133,7 @@ def test_user_error_is_printed_once_per_machine(
     assert waits == [common.OTHERS_WAIT_S] * 2
 
 
-def test_error_names_output_folder_without_permission(
+def test_error_names_an_output_folder_that_cannot_be_written(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     locked, stat = tmp_path / "locked", os.stat
@@ -165,13 +165,15 @@ def test_error_names_output_folder_without_permission(
     assert said in capsys.readouterr().err
 
 
-def test_openrlhf_without_arguments_lists_commands(capsys: pytest.CaptureFixture[str]) -> None:
+def test_openrlhf_without_arguments_lists_the_commands(capsys: pytest.CaptureFixture[str]) -> None:
     main.main([])
     printed = capsys.readouterr().out
     assert all(verb in printed for verb in ("sft", "rm", "ppo", "serve-rm"))
 
 
-def test_misspelled_command_suggests_closest_match(capsys: pytest.CaptureFixture[str]) -> None:
+def test_error_for_a_misspelled_command_suggests_the_closest_match(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
     with pytest.raises(SystemExit) as ended:
         main.main(["pppo"])
     assert ended.value.code == 2
@@ -182,7 +184,7 @@ def test_misspelled_command_suggests_closest_match(capsys: pytest.CaptureFixture
 @pytest.mark.parametrize(
     ("words", "verb"), [(["dop", "--help"], "dpo"), (["sfr"], "sft"), (["help", "kot"], "kto")]
 )
-def test_misspelled_short_command_suggests_closest_match(
+def test_error_for_a_misspelled_short_command_suggests_the_closest_match(
     words: list[str], verb: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
     with pytest.raises(SystemExit) as ended:
@@ -191,7 +193,7 @@ def test_misspelled_short_command_suggests_closest_match(
     assert f"Did you mean {verb}?" in capsys.readouterr().err
 
 
-def test_help_command_is_equivalent_to_help_flag(capsys: pytest.CaptureFixture[str]) -> None:
+def test_help_command_is_equivalent_to_the_help_flag(capsys: pytest.CaptureFixture[str]) -> None:
     main.main(["--help"])
     overview = capsys.readouterr().out
     main.main(["help"])
@@ -202,7 +204,7 @@ def test_help_command_is_equivalent_to_help_flag(capsys: pytest.CaptureFixture[s
     assert "--model.ipo_enable" in capsys.readouterr().out
 
 
-def test_misspelled_reward_subcommand_error_names_the_valid_one(
+def test_error_for_a_misspelled_reward_subcommand_names_the_valid_one(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
     with pytest.raises(SystemExit) as ended:
@@ -225,7 +227,7 @@ def test_misspelled_reward_subcommand_error_names_the_valid_one(
         ("simpo", "dpo --model.loss_type simpo"),
     ],
 )
-def test_method_name_as_command_suggests_its_command(
+def test_error_for_a_method_name_used_as_a_command_suggests_the_right_command(
     verb: str, command: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
     with pytest.raises(SystemExit) as ended:
@@ -264,7 +266,7 @@ def test_ctrl_c_during_imports_exits_without_traceback() -> None:
     assert errors.splitlines()[-1] == "interrupted" and "Traceback" not in errors
 
 
-def test_importing_commands_keeps_program_sigint_handler(tmp_path: Path) -> None:
+def test_importing_commands_keeps_the_sigint_handler_of_the_program(tmp_path: Path) -> None:
     package = tmp_path / "of_others"
     package.mkdir()
     (package / "__init__.py").write_text("import openrlhf.cli\n")
@@ -287,7 +289,7 @@ def test_help_into_closed_pipe_exits_without_traceback(words: str) -> None:
     assert shown.stdout.startswith("usage") and shown.stderr == ""
 
 
-def test_usage_line_names_command_as_typed(
+def test_usage_line_shows_the_command_as_typed(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     for words in (["dpo", "--help"], ["help", "dpo"]):
@@ -297,7 +299,7 @@ def test_usage_line_names_command_as_typed(
         assert capsys.readouterr().out.startswith("usage: openrlhf dpo [")
 
 
-def test_missing_model_folder_without_the_hub_fails_and_lists_existing_folders(
+def test_missing_model_folder_fails_without_the_hub_and_existing_folders_are_listed(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.chdir(tmp_path)
@@ -312,7 +314,7 @@ def test_missing_model_folder_without_the_hub_fails_and_lists_existing_folders(
     assert "(runs has first)" in error
 
 
-def test_unknown_command_error_names_unreadable_plugin(
+def test_error_for_an_unknown_command_names_an_unreadable_plugin(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
     with pytest.raises(SystemExit) as ended:
@@ -389,7 +391,7 @@ def test_help_marks_unavailable_flags(
     assert described.endswith("Not available yet.")
 
 
-def test_running_ray_cluster_without_gpus_is_rejected_on_gpu_machine(
+def test_running_ray_cluster_without_gpus_is_rejected_on_a_machine_with_gpus(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setattr(common.machine, "installed_gpus", lambda: 4)
@@ -452,8 +454,7 @@ def test_output_locked_by_another_process_is_rejected(tmp_path: Path) -> None:
                 for output in outputs(writing_to(command, taken)):
                     (path,) = [path for path in flags if output.path.startswith(taken[path])]
                     if command == "lora_combiner":
-                        # The command's output is a folder, and the process has a file with that
-                        # name.
+                        # The command writes a folder, but a file of that name is locked.
                         continue
                     tried += 1
                     with (
@@ -493,7 +494,7 @@ def test_nonzero_ranks_and_dry_runs_take_no_lock(
     assert not any(tmp_path.iterdir()), "what was not written to is gone"
 
 
-def test_startup_notice_names_model_to_be_replaced(
+def test_startup_notice_names_the_model_that_will_be_replaced(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     config = writing_to("train_sft", {"ckpt.output_dir": f"{tmp_path}"})

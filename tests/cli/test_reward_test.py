@@ -71,7 +71,7 @@ def test_reward_test_prints_scores_durations_and_errors(
     assert status == 1  # --reward.max_error_rate is 0.1
 
 
-def test_reward_test_prints_output_of_reward_function(
+def test_reward_test_prints_the_output_of_the_reward_function(
     folder: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     (folder / "chatty.py").write_text(
@@ -91,7 +91,7 @@ def test_reward_test_prints_output_of_reward_function(
 
 
 @pytest.mark.verify
-def test_reward_function_can_query_remote_engine(
+def test_reward_function_can_query_a_remote_engine(
     folder: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     (folder / "judged.py").write_text(
@@ -111,7 +111,7 @@ def test_reward_function_can_query_remote_engine(
     assert status == 2 and "--rollout.remote_engines" in printed
 
 
-def test_labels_are_scored_as_correct_answers_without_response_column(
+def test_labels_are_scored_as_correct_answers_if_there_is_no_response_column(
     folder: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     data = rows(folder, ["4", "0.5", r"\frac{1}{2}"])
@@ -146,7 +146,7 @@ def test_labels_in_csv_files_stay_strings(folder: Path, capsys: pytest.CaptureFi
     assert status == 0 and "mean 1," in printed
 
 
-def test_tokenizer_of_run_ends_responses_and_wrong_answers_are_scored(
+def test_responses_get_the_eos_token_of_the_model_and_wrong_answers_are_scored(
     folder: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     (folder / "strict.py").write_text(
@@ -173,7 +173,7 @@ def test_tokenizer_of_run_ends_responses_and_wrong_answers_are_scored(
     assert "mean 0, deviation 0" in printed and "pass --actor.model_name_or_path" in printed
 
 
-def test_complete_output_is_kept_at_printed_path(
+def test_complete_output_is_kept_at_the_printed_path(
     folder: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     (folder / "chatty.py").write_text(
@@ -248,7 +248,7 @@ def test_reward_that_ignores_the_answer_prints_a_warning(
     ) == is_warned
 
 
-def test_batched_function_returning_too_few_rewards_fails_on_single_rows(
+def test_batched_function_that_returns_too_few_rewards_fails_on_single_rows(
     folder: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     body = "    return [float(len(queries[0]))]\n"
@@ -258,7 +258,7 @@ def test_batched_function_returning_too_few_rewards_fails_on_single_rows(
     assert "returned 1 rewards for 2 samples" in printed
 
 
-def test_error_shared_by_several_rows_is_printed_once_with_count(
+def test_error_shared_by_several_rows_is_printed_once_with_a_count(
     folder: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     status, printed = run_function(folder, capsys, "    return [undefined]\n")
@@ -267,7 +267,7 @@ def test_error_shared_by_several_rows_is_printed_once_with_count(
     assert "exception in 3 rows, first with '4'" in printed
 
 
-def test_batch_mode_scores_adjacent_rows_with_same_prompt_in_one_call(
+def test_batch_mode_scores_adjacent_rows_with_the_same_prompt_in_one_call(
     folder: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     data = rows(folder, ["fine"] * 3)
@@ -318,7 +318,7 @@ def test_invalid_data_and_files_exit_with_status_2(
     assert status == 2 and "SyntaxError" in printed
 
 
-def test_mistakes_in_data_and_reward_file_are_reported_together(
+def test_mistakes_in_the_data_and_the_reward_file_are_reported_together(
     folder: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     (folder / "broken.py").write_text("def reward(queries):\n    return [1.0]\n")

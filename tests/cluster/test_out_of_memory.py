@@ -38,7 +38,7 @@ def hungry() -> Iterator[Any]:
     ray.shutdown()
 
 
-def test_worker_error_after_out_of_memory_kill_names_log_and_fix(hungry: Any) -> None:
+def test_worker_error_after_an_out_of_memory_kill_names_the_log_and_a_fix(hungry: Any) -> None:
     call = Call((hungry.eat.remote(),), ("hungry.log",))
     with pytest.raises(WorkerError, match=r"eat.*memory.*micro-batches.*hungry\.log") as caught:
         gather([call], timeout_s=240, doing="eat")

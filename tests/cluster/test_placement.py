@@ -76,7 +76,7 @@ def any_plan_fits(plan: Placement, cluster: list[Machine]) -> bool:
 
 @settings(max_examples=150, deadline=None)
 @given(plans, machines)
-def test_places_finds_a_plan_if_and_only_if_one_exists(
+def test_placement_is_found_if_and_only_if_one_exists(
     plan: Placement, cluster: list[Machine]
 ) -> None:
     places = plan.places(cluster)
@@ -96,7 +96,7 @@ def test_groups_on_whole_machines_leave_other_machines_free() -> None:
     assert {each.name for each in places["actor"]}.isdisjoint(
         each.name for each in [*places["critic"], *places["ref"]]
     )
-    assert plan.check(EIGHT) == places  # the same result every time
+    assert plan.check(EIGHT) == places  # the placement is deterministic
 
 
 def test_engines_share_model_devices_in_order() -> None:
@@ -114,7 +114,7 @@ def test_engines_share_model_devices_in_order() -> None:
         assert Placement(groups=(models, wrong), on_gpus=True).places(EIGHT) is None
 
 
-def test_error_for_oversized_plan_names_needed_and_available_devices() -> None:
+def test_error_for_an_oversized_plan_names_the_needed_and_the_available_devices() -> None:
     plan = Placement(groups=(group("actor", 2, 8), group("vllm", None, 3, devices=2)), on_gpus=True)
     with pytest.raises(PlacementError) as error:
         plan.check(EIGHT)
@@ -134,13 +134,13 @@ def test_error_names_labels_that_no_machine_has() -> None:
         plan.check(EIGHT)
 
 
-def test_describe_uses_the_plural_for_several_cpu_processes() -> None:
+def test_description_uses_the_plural_for_several_cpu_processes() -> None:
     plan = Placement(groups=(group("vllm", None, 1, devices=2),), on_gpus=False)
     assert plan.describe(plan.check(EIGHT)) == ("vllm: 1 process(es), 2 CPU processes each: 1 on a")
 
 
 def test_large_cluster_is_planned_quickly() -> None:
-    """Interchangeable machines count as one. Otherwise the search would take forever."""
+    """Machines with equal resources count as one machine; otherwise the search would never end."""
     groups = [group(name, 20, 7) for name in ("actor", "critic", "ref", "reward")]
     plan = Placement(groups=(*groups, group("vllm", None, 300, devices=2)), on_gpus=True)
     cluster = [Machine(name=f"m{place}", slots=8) for place in range(100)]
@@ -151,7 +151,7 @@ def test_large_cluster_is_planned_quickly() -> None:
     )
 
 
-def test_cluster_with_two_kinds_of_machines_in_turn_is_planned_quickly() -> None:
+def test_cluster_with_two_alternating_kinds_of_machines_is_planned_quickly() -> None:
     plan = Placement(
         groups=(group("actor", 15, 7), group("critic", 15, 7), group("vllm", None, 300)),
         on_gpus=True,
@@ -162,6 +162,6 @@ def test_cluster_with_two_kinds_of_machines_in_turn_is_planned_quickly() -> None
     assert plan.places(cluster) is None
 
 
-def test_error_names_a_cluster_without_machines() -> None:
+def test_error_reports_that_the_cluster_has_no_machines() -> None:
     with pytest.raises(PlacementError, match=r"has 0 \(no machine\)"):
         Placement(groups=(group("actor", 1, 1),), on_gpus=True).check([])

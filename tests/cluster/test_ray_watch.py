@@ -1,4 +1,4 @@
-"""The watch on Ray processes: deaths, restarts, reset connections, and closing it."""
+"""The Ray process watch: deaths, restarts, reset connections, and closing."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ def wait_for_connection(process: subprocess.Popen[str]) -> None:
     assert process.stdout and process.stdout.readline() == "connected\n"
 
 
-def test_watch_reports_only_the_first_of_two_deaths(server: Server) -> None:
+def test_watch_reports_only_the_first_of_two_dead_processes(server: Server) -> None:
     ports = [free_port(), free_port()]
     processes = [server(port) for port in ports]
     losses = Queue[LostRay]()
@@ -88,7 +88,7 @@ def test_watch_ignores_a_process_that_restarts_within_the_grace_period(server: S
     watch.close()
 
 
-def test_reset_connection_is_not_reported_while_process_answers() -> None:
+def test_reset_connection_is_not_reported_while_the_process_still_answers() -> None:
     losses = Queue[LostRay]()
     with socket.create_server(("127.0.0.1", 0)) as server:
         server.settimeout(60)
@@ -115,7 +115,7 @@ def test_closed_watch_reports_nothing(server: Server) -> None:
     assert losses.empty()
 
 
-def test_close_after_loss_does_not_return() -> None:
+def test_closing_a_watch_after_a_loss_does_not_return() -> None:
     with socket.create_server(("127.0.0.1", 0)) as unused:
         port = unused.getsockname()[1]
     losses = Queue[LostRay]()

@@ -64,7 +64,7 @@ def group() -> Iterator[WorkerGroup]:
     host: Any = ray.remote(Host)
     actors = [host.options(num_cpus=0).remote(rank) for rank in range(4)]
     logs = [f"host-{rank}.log" for rank in range(4)]
-    hosts = HostHandles.__new__(HostHandles)  # created without starting processes
+    hosts = HostHandles.__new__(HostHandles)  # skips the constructor, which would start processes
     hosts.layout = RankLayout(dp=2, tp=2)
     hosts.actors = actors
     hosts.logs = logs
@@ -92,7 +92,7 @@ def test_broadcast_reaches_every_rank(group: WorkerGroup) -> None:
     ]
 
 
-def test_gather_raises_error_from_any_rank_of_a_slice(group: WorkerGroup) -> None:
+def test_gather_raises_the_error_of_any_rank_in_a_slice(group: WorkerGroup) -> None:
     """The error's message is unchanged, and its cause is the error with the worker's traceback."""
     with pytest.raises(ValueError) as raised:
         gather(group.launch(Worker.fail_on_rank_3, [1, 2]), timeout_s=240, doing="fail")
@@ -109,7 +109,7 @@ def test_gather_timeout_error_names_the_log_of_the_rank_and_the_flag(group: Work
         gather(calls, timeout_s=5, doing="sleep")
 
 
-def test_gather_names_dead_process_if_its_peer_failed_first(
+def test_gather_names_the_dead_process_even_if_its_peer_failed_first(
     group: WorkerGroup,
 ) -> None:
     """This test must run last, because the dead process is not restarted."""

@@ -1,4 +1,4 @@
-"""An agent written for releases up to 0.8.6: a function from text to text."""
+"""An agent written for releases up to 0.8.6: a function that maps text to text."""
 
 import torch
 

@@ -1,4 +1,4 @@
-"""Agents that use only the stock OpenAI client. The label selects an agent."""
+"""Agents that use only the stock OpenAI client. The episode's label selects the agent."""
 
 import threading
 import time
@@ -9,7 +9,7 @@ from openai import APIError, BadRequestError, OpenAI
 
 from openrlhf.utils.agent import OpenAIAgentExecutor
 
-LEFT = []  # the set of running requests of each earlier episode
+LEFT = []  # for each earlier episode, its set of running requests
 
 
 class AgentExecutor(OpenAIAgentExecutor):

@@ -18,7 +18,7 @@ class AgentExecutor(AgentExecutorBase):
     client = None
 
     def serve(self, engine, tokenizer):
-        self.traces = {}  # session → (prompt, output) of each request
+        self.traces = {}  # maps a session to its requests' (prompt, output) pairs
         app = FastAPI()
 
         @app.post("/v1/chat/completions")

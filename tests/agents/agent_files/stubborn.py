@@ -53,7 +53,7 @@ class AgentExecutor(AgentExecutorBase):
                         continue
             case "works":
                 await asyncio.sleep(1)
-            case "hoards":  # hold on to memory until the other episode runs out of memory
+            case "hoards":  # keep the memory allocated until the other episode runs out of memory
                 HOARD.append(allocate(1200 << 20))
                 note(prompt, "hoarded")
                 while not noted(prompt, "lacking"):
@@ -70,7 +70,7 @@ class AgentExecutor(AgentExecutorBase):
                     raise
             case "meets":
                 note(prompt, f"here {os.getpid()}")
-                # There are five processes: the shared process, then four with one episode each.
+                # Five processes take part: the shared process, then four with one episode each.
                 while not noted(prompt, "left") or noted(prompt, "here") < 5:
                     await asyncio.sleep(0.01)
             case "exits at the meeting":
