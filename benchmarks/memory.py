@@ -46,7 +46,7 @@ from tests.verify.results import packages
 
 PAGE = Path("docs/results/memory.md")
 RECORDS = Path("docs/results/memory.jsonl")
-GPU_RECORDS = Path("runs/memory-gpu.jsonl")  # the page has CPUs only
+GPU_RECORDS = Path("runs/memory-gpu.jsonl")  # the page covers only CPUs
 # Each model's architecture and sizes. The numbers in the names are millions of parameters.
 MODELS: dict[str, tuple[str, dict[str, Any]]] = {
     "tiny": ("llama", {}),
@@ -134,7 +134,7 @@ themselves were corrected with both halves in view."""
 
 
 def cases() -> list[Case]:
-    """Return the cases, each of which differs from others in few settings."""
+    """Return the cases, which differ from each other in only a few settings."""
     return [
         # the policy of an RL run
         Case(model="llama-7M", role="policy"),
@@ -277,7 +277,7 @@ def make_models(folder: Path, wanted: Iterable[Case]) -> None:
 
 
 def roles_of(case: Case, shape: ModelShape) -> list[ModelRole]:
-    """Return the roles, as the planner sees them, of the models in one rank's process."""
+    """Return the planner's roles for the models in one rank's process."""
     rows = case.rows
     if case.role in ("dpo", "rm"):
         rows *= 2
@@ -340,8 +340,8 @@ def zero_stage(case: Case) -> int:
 def predicted(case: Case, shape: ModelShape, constants: Constants) -> dict[Instant, Usage]:
     """Return the predicted memory of the process at each instant.
 
-    Models are loaded one after another, and are checked once all of them exist. They are then used
-    one at a time.
+    Models are loaded one after another, checked once all of them exist, and then used one at a
+    time.
     """
     memories = [RoleMemory(role, constants) for role in roles_of(case, shape)]
     usages = [predict_role(memory.role, constants) for memory in memories]

@@ -422,7 +422,7 @@ class Publications:
         )
 
     def send(self, number: int, policy: PolicyWorker, meter: Meter) -> None:
-        """Publish the policy's weights. Collective over the policy's ranks."""
+        """Publish the policy's weights. All ranks of the policy must call this method."""
         manifest = policy.weight_manifest(number)
         if policy.strategy.is_main:
             self.manifests.put(manifest)

@@ -1,4 +1,4 @@
-"""Measurement of the CPU seconds that a command and its descendants use per row added to a file.
+"""Measures the CPU seconds that a command and its descendants use per row added to a file.
 
 Works only on Linux.
 """
@@ -21,7 +21,7 @@ LOOK_S = 0.5  # seconds between memory measurements
 
 @dataclass(kw_only=True)
 class Course:
-    """Measurements of a finished command: CPU seconds at each row, and peak resident memory."""
+    """The CPU seconds at each row and the peak resident memory of a finished command."""
 
     marks: list[float] = field(default_factory=list[float])
     first_row_s: float = 0.0  # wall-clock time since the start of the command
@@ -40,7 +40,7 @@ class Course:
 def follow(
     command: Sequence[str], rows: Path, *, environment: Mapping[str, str], log: Path
 ) -> Course:
-    """Run a command to completion. Raises RuntimeError if it fails."""
+    """Run a command to completion. Raises RuntimeError if the command fails."""
     course, started, looked = Course(), time.monotonic(), 0.0
     with log.open("w") as output:
         process = subprocess.Popen(

@@ -1,7 +1,7 @@
 """CPU seconds of a GRPO step, by part of the code and by process.
 
 Requires py-spy, which is installed with Ray, and permission to use it. A part's share is its
-fraction of py-spy's samples. The CPU seconds of a step include the slowdown by py-spy.
+fraction of py-spy's samples. The CPU seconds of a step include py-spy's slowdown.
 
 python -m benchmarks.profile --size 25M --lengths equal --dtype fp32
 """

@@ -3,8 +3,9 @@
     make bench
     python -m benchmarks.run --rounds 1 --only grpo-equal-fp32 --peer .venv/peer
 
-Prints the CPU seconds that all processes use per step, and the ratios. `--peer` is a folder in
-which TRL is installed, as `make bench` does. Without this flag, only this project is measured.
+Prints the CPU seconds that all processes use per step, and the ratios. `--peer` is the folder
+in which TRL is installed (`make bench` installs TRL). Without `--peer`, only this project is
+measured.
 """
 
 from __future__ import annotations

@@ -68,8 +68,8 @@ def main(rows: str, model: str, prompts: str, dtype: str, new_tokens: str, steps
         processing_class=AutoTokenizer.from_pretrained(model),
         callbacks=[Rows(Path(rows))],
     )
-    # On a CPU, vLLM cannot load weights a second time as TRL does, so TRL's steps are measured
-    # without a weight sync.
+    # On a CPU, vLLM cannot load weights a second time, as TRL's weight sync requires.
+    # TRL's steps are therefore measured without a weight sync.
     trainer.vllm_generation.sync_weights = lambda: None
     trainer.train()
 

@@ -65,8 +65,8 @@ def save_model(folder: Path, size: str, *, ends: bool) -> None:
         )
     )
     with torch.no_grad():
-        # Coordinate 0 of the residual stream is 0.5 for any text, so a negative weight there makes
-        # a token impossible.
+        # Coordinate 0 of the residual stream is 0.5 for any text.
+        # A token with a negative output weight for coordinate 0 is therefore impossible.
         layers: Any = model.model.layers
         for layer in layers:
             layer.self_attn.o_proj.weight[0] = layer.mlp.down_proj.weight[0] = 0.0

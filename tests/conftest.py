@@ -6,7 +6,8 @@ import os
 import signal
 from pathlib import Path
 
-# Set these before anything imports torch or a Hugging Face library. Child processes inherit them.
+# Set these variables before anything imports torch or a Hugging Face library.
+# Child processes inherit the variables.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 os.environ.setdefault("OMP_WAIT_POLICY", "passive")
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
@@ -27,14 +28,14 @@ hypothesis.settings.register_profile(
 )  # how long an example takes depends on the machine
 hypothesis.settings.load_profile("patient")
 
-# pytest writes the name of each test to the environment. glibc moves the variables when it adds
-# one, which has crashed the test process when a Ray thread read the environment at the same time
-# (gRPC reads TZ when a connection closes).
+# pytest writes each test's name to the environment, where glibc moves the variables to add one.
+# The test process has crashed when a Ray thread read the environment at the same time.
+# For example, gRPC reads TZ when a connection closes.
 assert runner._update_current_test_var
 runner._update_current_test_var = lambda item, when: None
 
-# A shell makes background processes ignore Ctrl-C. Commands that tests interrupt would inherit this
-# behavior.
+# A shell makes background processes ignore Ctrl-C.
+# Commands that tests interrupt would inherit this setting.
 if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
     signal.signal(signal.SIGINT, signal.default_int_handler)
 
@@ -57,7 +58,7 @@ def pytest_configure(config: pytest.Config) -> None:
 
 @pytest.fixture(scope="session")
 def data_dir() -> Path:
-    """Return the test data folder outside the repository. Skip the test if it does not exist."""
+    """Return the test data folder outside the repository, or skip the test if there is none."""
     folder = ROOT / os.environ.get("OPENRLHF_TEST_DATA", "../shared/data")
     if not folder.is_dir():
         pytest.skip(f"no test data in {folder}: set OPENRLHF_TEST_DATA to the test data folder")
@@ -67,7 +68,7 @@ def data_dir() -> Path:
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """Skip tests marked `gpu` if there is no CUDA device.
 
-    Without a device, they still run in a rehearsal (tests/gpu/rehearsal.py).
+    Rehearsals (tests/gpu/rehearsal.py) run these tests even without a device.
     """
     if count_gpus() == 0 and not REHEARSAL:
         for item in items:

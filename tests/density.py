@@ -8,9 +8,9 @@ from __future__ import annotations
 import ast
 from collections.abc import Iterable, Iterator
 
-# Upper bounds for a package: mean nodes per statement, percentage of statements above 25 nodes, and
-# the number of conditional expressions, of comprehensions, and of comprehensions that are nested or
-# have two loops, per 10,000 nodes.
+# Upper bounds for a package: mean nodes per statement, and percentage of heavy statements.
+# The other bounds count expressions per 10,000 nodes.
+# A comprehension with two loops counts as nested.
 BOUNDS = {"mean": 8.5, "heavy": 2.2, "conditionals": 40.0, "comprehensions": 60.0, "nested": 3.0}
 HEAVY = 25  # a statement with more nodes than this is heavy
 COMPREHENSIONS = (ast.ListComp, ast.SetComp, ast.DictComp, ast.GeneratorExp)
@@ -23,7 +23,7 @@ class Counts:
 
     def __init__(self) -> None:
         self.nodes = self.conditionals = self.comprehensions = self.nested = 0
-        self.statements: list[int] = []  # nodes of each statement, without nested statements
+        self.statements: list[int] = []  # nodes in each statement, excluding nested statements
 
     def visit(self, node: ast.AST, *, in_comprehension: bool = False) -> int:
         """Count a node and its descendants; return how many belong to the enclosing statement."""

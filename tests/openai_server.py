@@ -80,7 +80,7 @@ class _Handler(JSONHandler):
                 self.answer(404, {"error": self.path})
 
     def _judged(self, tokens: list[int], best: int) -> list[dict[str, Any]]:
-        """Return an entry with each token, except the first, and the most likely tokens there."""
+        """Return an entry with log-probabilities for each token after the first."""
         if not self.server.table:
             return [self._said({token: -token / 10}, [token]) for token in tokens[1:]]
         found = []

@@ -1,8 +1,7 @@
 """Generated parts of the pages in docs/: links to source files by symbol, curves and metrics.
 
-Tests check these parts, and the flags, defaults and flag sets on the pages. `python -m
-tests.pages` (`make docs`) rewrites the links, the curves and the page of
-metrics.
+Tests check the generated parts, and the flags, defaults and flag sets on the pages.
+`python -m tests.pages` (`make docs`) rewrites the links, the curves and the page of metrics.
 """
 
 from __future__ import annotations
@@ -23,8 +22,8 @@ from tests.verify.learning import RECORDS, by_name, page, read_runs, summary
 ALGORITHMS = ROOT / "docs" / "algorithms.md"
 METRICS = ROOT / "docs" / "metrics.md"
 CURVES = RECORDS.with_suffix(".md")
-# Matches [`advantages.gae`](../openrlhf/algorithms/advantages.py): a dotted suffix with exactly one
-# definition.
+# Matches a symbol link such as [`advantages.gae`](../openrlhf/algorithms/advantages.py).
+# The dotted suffix must have exactly one definition.
 LINK = re.compile(r"\[`(\w+(?:\.\w+)+)`\]\((?:[^)\s]*\.py(?:#L\d+)?)?\)")
 # `--actor.eps_clip (0.2)`
 FLAG = re.compile(r"`--([\w.]+)(?: \(([^)`]*)\))?`")

@@ -37,8 +37,8 @@ def rank_environment(rank: int, ranks: int, port: int) -> dict[str, str]:
 def fork_ranks(ranks: int, work: Callable[..., None], *arguments: Any) -> None:
     """Run `work(*arguments)` in `ranks` forked processes, and wait for them.
 
-    The processes start with all modules that this process has imported. This process must not have
-    started threads.
+    The processes start with all modules that the calling process has imported. The calling process
+    must not have started any threads.
     """
     port = unused_port()
     forked = multiprocessing.get_context("fork")

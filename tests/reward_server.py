@@ -23,7 +23,7 @@ class RewardServer(DoubleServer):
         self.paths: list[str] = []
         self.authorizations: list[str | None] = []
         self.url = self.root
-        # Requests to /together get responses as soon as this many of them have arrived.
+        # Requests to /together are answered once the barrier's number of requests has arrived.
         self.together = threading.Barrier(1)
 
 

@@ -31,7 +31,7 @@ class Module:
 
     @property
     def room(self) -> str:
-        """Return the subpackage: `trainers` for openrlhf.trainers.ppo, "" for openrlhf itself."""
+        """Return the subpackage (`trainers` for openrlhf.trainers.ppo, "" for openrlhf itself)."""
         return self.name.split(".")[1] if "." in self.name else ""
 
     def imports(self) -> set[str]:

@@ -218,7 +218,7 @@ def test_package_density_is_within_bounds(room: str) -> None:
 
 
 def test_density_excludes_docstrings_imports_and_annotations() -> None:
-    """The statement `x` has 2 nodes. The function has 3: itself, its arguments, and `a`."""
+    """The statement `x` has 2 nodes. The function has 3 nodes: itself, its arguments, and `a`."""
     tree = ast.parse('"""Doc."""\nimport os\n\ndef f(a: int) -> int:\n    """Doc."""\n    x\n')
     assert density([tree])["mean"] == (2 + 3) / 2
 

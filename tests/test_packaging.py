@@ -20,16 +20,15 @@ from tests.sources import ROOT, package
 from tests.tiny import save_tiny_model
 
 PROJECT: dict[str, Any] = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
-# Libraries that are imported only if a flag needs them. The error explains what to install.
+# Libraries that are imported only if a flag needs them. The error message says what to install.
 OPTIONAL = {"bitsandbytes", "wandb"}
-# Declared because other libraries import them: Transformers to load ZeRO-3 shards, and torch to
-# write event files.
+# Declared because Transformers needs them to load ZeRO-3 shards, and torch to write event files.
 ASKED_FOR = {"accelerate", "tensorboard"}
 PINNED = {name: ROOT / f"requirements/{name}-dev.txt" for name in ("cpu", "gpu")}
 
 
 def distribution(requirement: str) -> str:
-    """Return the distribution in a requirement: `ray` for `ray[default]>=2.56`."""
+    """Return the distribution in a requirement, such as `ray` for `ray[default]>=2.56`."""
     name = re.match(r"[\w.-]+", requirement)
     assert name, requirement
     return name[0].lower().replace("_", "-")
@@ -108,7 +107,7 @@ def run(command: Sequence[str | Path], folder: Path) -> None:
 @pytest.fixture
 def installed(tmp_path: Path) -> Path:
     """Install the wheel into a bare environment as the README describes, and return its Python."""
-    # Build the wheel from the source distribution to detect files that are missing from the latter.
+    # Build the wheel from the source distribution to detect files missing from that distribution.
     build = [sys.executable, "-m", "build", "--no-isolation", "--outdir", tmp_path]
     run([*build, ROOT], tmp_path)
     (wheel,) = tmp_path.glob("*.whl")

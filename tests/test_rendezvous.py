@@ -38,4 +38,4 @@ def test_store_listens_on_all_interfaces_if_address_cannot_be_bound(host: str) -
         assert listening_addresses(port) <= {"0.0.0.0", "::"}
         client.set("key", "value")
         assert client.get("key") == b"value"
-        hosting.exception()  # for the second address, which does not exist
+        hosting.exception()  # the error about the second address, which does not exist

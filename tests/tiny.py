@@ -58,7 +58,7 @@ def tiny_config(kind: str, **changes: object) -> PretrainedConfig:
             return LlamaConfig(**sizes | {"hidden_size": 64, "intermediate_size": 192})
         case "llama-wide-odd":  # the sizes of some weights are not multiples of 256
             return LlamaConfig(**sizes | {"hidden_size": 64, "intermediate_size": 194})
-        case "llama-odd":  # sizes that no number of ranks divides
+        case "llama-odd":  # sizes that are not divisible by the number of ranks
             return LlamaConfig(**sizes | {"vocab_size": 67, "intermediate_size": 65})
         case "mistral-windowed":
             return MistralConfig(**sizes, sliding_window=4, tie_word_embeddings=False)

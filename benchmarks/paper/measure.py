@@ -1,7 +1,7 @@
 """Measures the seconds per step of all frameworks in the same way, from their output.
 
-At the end of each step, a framework prints a line or writes a row. The time between two of these
-marks is the duration of a step, including everything that happens in it.
+At the end of each step, a framework leaves a mark: a printed line or a written row. The time
+between two consecutive marks is the full duration of a step.
 """
 
 from __future__ import annotations

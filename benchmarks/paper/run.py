@@ -66,7 +66,7 @@ class Case:
         return self.prompts * self.samples
 
     def data(self, folder: Path) -> Path:
-        """Return the folder with the prompts. For PPO, it depends on the number of prompts."""
+        """Return the folder with the prompts. For PPO, its name includes the number of prompts."""
         if self.name == "ppo":
             return folder / f"data-{self.prompts * self.all_steps}"
         return folder / "data"

@@ -2,9 +2,9 @@
 
     python examples/agents/calculator_task.py FOLDER SEED
 
-The task includes transcripts to imitate. Half of them call the calculator; in the other half the
-answer is a guess. After supervised training the policy therefore uses the tool only sometimes.
-Reinforcement learning can reward it for using the tool more often.
+The task includes transcripts to imitate. Half of the transcripts call the calculator; in the
+other half, the answer is a guess. After supervised training, the policy therefore uses the tool
+only sometimes. Reinforcement learning can reward the policy for using the tool more often.
 """
 
 from __future__ import annotations

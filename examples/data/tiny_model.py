@@ -16,14 +16,14 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from transformers import PreTrainedTokenizerFast, Qwen2Config, Qwen2ForCausalLM
 
 VOCABULARY = 4096  # maximum number of tokens
-# The eos token of Qwen2 models. If it had another name, their tokenizer would add this one as well.
+# Qwen2 tokenizers always add this eos token, so another eos token would only be a second one.
 END = "<|endoftext|>"
 
 
 def make_tokenizer(file: Path) -> PreTrainedTokenizerFast:
     """Train a byte-level BPE tokenizer on all cells in the file.
 
-    It can encode any text, including characters that do not occur in the file.
+    The tokenizer can encode any text, including characters that do not occur in the file.
     """
     with file.open(newline="", encoding="utf-8") as opened:
         texts = [cell for row in csv.reader(opened) for cell in row]

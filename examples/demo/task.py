@@ -70,7 +70,7 @@ def _attempt(answer: list[str], generator: random.Random) -> list[str]:
     """Return an attempt with a beginner's mistakes.
 
     The attempt may have wrong digits, digits out of order, or one digit too few or too many.
-    Sometimes it equals the answer.
+    Sometimes the attempt equals the answer.
     """
     attempt = list(answer)
     for position in generator.sample(range(DIGITS), generator.choice((0, 1, 1, 2, 3))):

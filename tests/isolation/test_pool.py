@@ -38,7 +38,7 @@ def pool(logs: Path) -> Iterator[ProcessPool]:
         yield pool
 
 
-PATIENCE = 60.0  # seconds to wait for a process to end by itself: long enough for any slow machine
+PATIENCE = 60.0  # seconds to wait for a process to end by itself, even on a slow machine
 
 
 def call(
@@ -404,8 +404,7 @@ def test_process_killed_between_calls_is_replaced_without_an_error():
     with ProcessPool(1) as pool:
         first = call(pool, "process")
         os.kill(first, signal.SIGKILL)
-        # Until the pool notices that the process died, the next call would be sent to the dead
-        # process and blamed for its death.
+        # A call made before the pool notices the death would be blamed for killing the process.
         [process] = pool._shared._processes
         assert becomes_true(lambda: not running(first) and not process.usable)
         assert call(pool, "process") != first
@@ -503,7 +502,7 @@ def test_finished_background_processes_do_not_count_toward_the_limit(
 
 
 def test_late_call_is_killed_even_if_a_fork_of_the_caller_is_running(tmp_path: Path) -> None:
-    """A fork, such as a data loader worker, inherits the pipe that ends the process when closed."""
+    """A fork, such as a data loader worker, inherits the pipe whose closing ends the process."""
     with ProcessPool(1, log_dir=tmp_path) as own:
         assert call(own, "echo")
         if (beside := os.fork()) == 0:

@@ -164,8 +164,8 @@ def test_program_cannot_reach_other_files_the_network_or_other_processes(
     assert outside.read_text() == "42"
 
 
-# Each program tries to attack the process or the file given by its first two arguments. Both belong
-# to the user who runs the sandbox.
+# Each program tries to attack the process or the file given by its first two arguments.
+# The user who runs the sandbox owns both the process and the file.
 ESCAPES = {
     "signal on input": """
 import fcntl, os, signal, socket
@@ -216,8 +216,8 @@ fcntl.fcntl(near, fcntl.F_SETFL, os.O_ASYNC)
         "import ctypes; call(ctypes.CDLL(None, use_errno=True).shmget(1, 4096, 0o1600))"
     ),
 }
-# This script runs as the sandbox's user. It prints the escapes that succeeded, and whether the
-# process and the file are unchanged.
+# This script runs as the sandbox's user and prints the escapes that succeeded.
+# The script also prints whether the process and the file are unchanged.
 TRY_ESCAPES = """
 import json, os, pathlib, subprocess, sys, tempfile
 from openrlhf.isolation.sandbox import run_program
@@ -254,7 +254,7 @@ def call(result):
 def test_escape_attempts_reach_no_process_or_file_of_the_same_user(user: str) -> None:
     uid, interpreter = os.getuid(), sys.executable
     if user == "an ordinary user":
-        interpreter = shutil.which("python3", path="/usr/bin")  # every user can read this one
+        interpreter = shutil.which("python3", path="/usr/bin")  # readable by every user
         if uid != 0 or interpreter is None:
             pytest.skip(
                 "needs root, to become an ordinary user, and the system's Python interpreter"

@@ -1,4 +1,4 @@
-"""The first training texts that --dry_run prints for each offline command, as the model sees them.
+"""Tests for the first training texts, printed by --dry_run for each offline command.
 
 Target tokens are in brackets.
 """

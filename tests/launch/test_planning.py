@@ -26,7 +26,7 @@ MIB = 2**20
 def undo_globals(monkeypatch: pytest.MonkeyPatch) -> None:
     """Undo changes that a plan makes to the numbers of GPUs and processes.
 
-    If a plan sets several processes, a failing command would end the tests' own process.
+    Otherwise, a failing command whose plan has several processes would end the test process.
     """
     monkeypatch.setattr("openrlhf.cli.common.leave", lambda status: None)
     monkeypatch.setattr(machine, "cluster_gpus", None)

@@ -1,4 +1,4 @@
-"""Tests for the exit or restart of a command whose Ray cluster has died."""
+"""Tests for whether a command exits or restarts after its Ray cluster has died."""
 
 from __future__ import annotations
 

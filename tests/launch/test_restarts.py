@@ -1,4 +1,4 @@
-"""Restarts, in a new process with the same flags, of a command whose Ray cluster has died."""
+"""Tests for restarting a command in a new process, with the same flags, after Ray has died."""
 
 from __future__ import annotations
 

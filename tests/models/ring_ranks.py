@@ -13,7 +13,7 @@ ROWS = ([64], [5, 40, 19], [3, 1, 2, 1, 9], [16] * 8, [1, 90, 2], [7])
 WINDOWS = (None, 1, 6, 16, 1000)
 HEADS = ((4, 2, 16, 16), (3, 1, 8, 12))  # query heads, key heads, key size, value size
 Heads = tuple[int, int, int, int]
-FLOAT32 = 5e-6  # maximum error of outputs, and of gradients relative to the largest one
+FLOAT32 = 5e-6  # maximum output error, and maximum gradient error relative to the largest gradient
 
 
 def dense_attention(

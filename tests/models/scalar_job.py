@@ -23,8 +23,8 @@ from tests.loading import load_spec
 from tests.models.test_scalar_model import batch
 from tests.tiny import character_tokenizer
 
-# A large epsilon makes AdamW nearly linear in the gradient, so that weights can be compared as
-# tightly as gradients.
+# A large epsilon makes AdamW nearly linear in the gradient.
+# Weights can therefore be compared as tightly as gradients.
 OPTIMIZER = OptimizerConfig(
     adam=AdamConfig(lr=0.1, eps=1.0), lr_scheduler="constant", lr_warmup_ratio=0.0
 )
@@ -52,7 +52,7 @@ def run(stage: int, path: str, out: str) -> dict[str, Any]:
     for _ in range(3):
         assert engine.optimize([None], counts=lambda _: {"rows": 4.0}, loss=loss).applied
     assert isinstance(engine.module, ScalarModel)
-    # Loads the export again, and compares its weights and values with the engine's.
+    # `export_trained` loads the export again and compares its weights and values with the engine's.
     export_trained(engine, character_tokenizer(), out, bucket_bytes=1 << 14, masters=False)
     return {"before": before, "frozen": frozen_scores, "after": values(engine), "export": out}
 

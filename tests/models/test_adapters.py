@@ -145,7 +145,7 @@ def test_adapter_export_loads_in_peft_and_merges_with_lora_combiner(
         "--ds.param_dtype fp32"
     )
     command = [sys.executable, "-m", "openrlhf.cli.main", "lora_combiner", *flags.split()]
-    # Runs in a separate process, because this one has imported PEFT.
+    # The command runs in a separate process, because the test process has imported PEFT.
     done = subprocess.run(command, check=True, cwd=ROOT, capture_output=True, text=True)
     assert (
         done.stdout

@@ -70,12 +70,12 @@ def test_every_nth_layer_runs_twice_and_gradients_are_equal(
 def test_offload_stores_only_the_inputs_of_recomputed_layers(
     path: str, reentrant: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The copies, which a GPU machine has in CPU memory, are read back in the backward pass."""
+    """Offloaded copies (in CPU memory on a GPU machine) are read back in the backward pass."""
     stored: list[tuple[int, ...]] = []
     loaded: list[tuple[int, ...]] = []
 
     def store(tensor: Tensor) -> Tensor:
-        if tensor.numel():  # not the checkpoint's own placeholder
+        if tensor.numel():  # ignore the checkpoint's empty placeholder
             stored.append(tuple(tensor.shape))
         return tensor.double()
 

@@ -1,4 +1,4 @@
-"""The length at which attention costs as much as products with weights, against counted FLOPs."""
+"""Tests for the length at which attention costs as many FLOPs as multiplying by the weights."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ def operations(config: PretrainedConfig, tokens: int) -> int:
 
 @pytest.mark.parametrize("kind", ["llama", "qwen2-tied", "qwen3"])
 def test_attention_length_is_the_ratio_of_counted_operations(kind: str) -> None:
-    """The count is a·n + b·n². Causal attention needs half of b·n²: A = a ÷ (b ÷ 2)."""
+    """The count is a·n + b·n². Causal attention halves b, so the length is a ÷ (b ÷ 2)."""
     config = tiny_config(kind, num_hidden_layers=3)
     short, long = operations(config, SHORT), operations(config, LONG)
     quadratic = (long / LONG - short / SHORT) / (LONG - SHORT)

@@ -88,7 +88,7 @@ def test_adapted_head_matches_the_merged_layer_and_holds_one_chunk_of_logits(
 def test_function_of_logits_matches_whole_logits_and_holds_one_chunk(
     make: Callable[[nn.Linear], nn.Module], rows: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Results and gradients match those of whole float64 logits."""
+    """Results and gradients match those computed from all float64 logits at once."""
     torch.manual_seed(0)
     layer = make(nn.Linear(WIDTH, VOCABULARY)).double()
     hidden, targets = inputs(rows)

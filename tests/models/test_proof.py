@@ -96,7 +96,7 @@ def random_model(kind: str, *, packing: bool, **changes: Any) -> PreTrainedModel
 def test_model_that_mixes_packed_documents_is_rejected(kind: str, dtype: torch.dtype) -> None:
     """The same model passes the check with padded rows.
 
-    A random model's outputs hardly change, but its gradient reveals the mixing in any dtype.
+    Mixing hardly changes a random model's outputs, but the gradient reveals it in any dtype.
     """
     hf = random_model(kind, packing=True, **MIXING[kind]).to(dtype)
     with pytest.raises(
@@ -114,9 +114,9 @@ def test_layout_error_lists_the_layer_types() -> None:
 
 
 def test_missing_mask_in_packed_attention_is_detected() -> None:
-    """In Doge, a token attends only to the most important tokens.
+    """In Doge, a token attends only to the `keep_window_size` most important tokens.
 
-    If a sequence has more tokens than that, its packed row differs.
+    Packing changes the result of a sequence that has more than `keep_window_size` tokens.
     """
     hf = random_model("doge", packing=True, keep_window_size=4)
     for name, parameter in hf.named_parameters():
@@ -153,7 +153,7 @@ def test_missing_sliding_window_is_detected_at_any_width(
     model = windowed(window, packing=True)
     with pytest.raises(CheckError, match=r"gradient differs|apart on average"):
         check(model)
-    model.max_len = window  # no sequence in the run is longer
+    model.max_len = window  # no sequence in the run exceeds the window
     if window > sum(LENGTHS):
         check(model)
 
@@ -203,7 +203,7 @@ def test_unpackable_attention_is_rejected_with_the_model_type_and_the_flag(kind:
         CheckError, match=rf"of type {kind}.*keyword arguments.*Drop --ds\.packing_samples"
     ) as refused:
         check(PolicyModel(random_model(kind, packing=True), packing=True))
-    assert "Error" not in str(refused.value)  # the model's code has no defect
+    assert "Error" not in str(refused.value)  # the message does not blame the model's code
     check(PolicyModel(random_model(kind, packing=False), packing=False))
 
 

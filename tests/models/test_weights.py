@@ -289,7 +289,7 @@ def test_separately_stored_tied_weights_are_reported_only_if_they_differ(
     weights = load_file(folder / "model.safetensors")
     hf.lm_head.weight = torch.nn.Parameter(weights["lm_head.weight"])
     hf.model.embed_tokens.weight = torch.nn.Parameter(weights["model.embed_tokens.weight"])
-    if partitioned:  # each process has only an empty placeholder
+    if partitioned:  # each process holds an empty placeholder for the weight
         for weight in (hf.lm_head.weight, hf.model.embed_tokens.weight):
             weight.ds_tensor = weight.detach()
             weight.data = torch.empty(0)
@@ -369,8 +369,8 @@ def test_configuration_that_contradicts_itself_or_the_weights_is_rejected(
         check_causal_lm(load_spec(folder))
 
 
-# These are imported above because a command imports them without PEFT, which other tests may have
-# already imported.
+# A command imports these functions before PEFT, but other tests may already have imported PEFT.
+# The functions are therefore imported at the top of this file.
 RUNNERS = (
     batch_inference.run_batch_inference,
     chat.run_chat,

@@ -1,4 +1,4 @@
-"""Tests for logging to a full disk: nothing is raised, and lines are written once there is room."""
+"""Tests for logging to a full disk: nothing is raised, and lines are written when space is free."""
 
 from __future__ import annotations
 

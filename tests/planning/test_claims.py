@@ -22,8 +22,8 @@ RL = (
     "--vllm.gpu_memory_utilization 0.6 --actor.gradient_checkpointing_enable "
     "--ds.packing_samples --ds.zero_stage 3 --ds.adam_offload"
 )
-# PPO with four 13B models on one machine, and two devices for each trained model. The paper places
-# the roles of its largest comparison in this way.
+# PPO with four 13B models on one machine, with two devices for each trained model.
+# The roles are placed as in the paper's largest comparison.
 PPO_13B = (
     "ppo --actor.model_name_or_path {llama2-13b} --critic.model_name_or_path {llama2-13b} "
     "--reward.model_name_or_path {llama2-13b} --algo.advantage.estimator gae "

@@ -1,6 +1,6 @@
 """Tests that the planner's copies of constants in other packages are up to date.
 
-The planner does not import torch, so it cannot import these modules.
+The planner copies the constants because importing the other packages would import torch.
 """
 
 from __future__ import annotations

@@ -33,7 +33,7 @@ DTYPES = ["bf16", "fp32"]
 
 
 def peaks(role: ModelRole, constants: Constants = CUDA) -> dict[Instant, int]:
-    """Return the total bytes by instant."""
+    """Return the total bytes at each instant."""
     usage = predict_role(role, constants)
     return {instant: usage[instant].total for instant in Instant}
 
@@ -163,7 +163,7 @@ def test_distillation_keeps_a_teachers_states_instead_of_its_logits(plan: MakePl
         peaks = plan(f"{line} {rows}", "8xA100-80GB").pools[0].at(Instant.BACKWARD)
         logits.append(peaks["policy"].logits)
     tokens = 2 * 2048
-    # the states of the teacher, and the gradient of the student's
+    # the teacher's hidden states, and the gradient of the student's hidden states
     assert logits[1] - logits[0] == pytest.approx(4 * tokens * SHAPE.hidden, rel=0.1)
 
 

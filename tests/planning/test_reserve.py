@@ -1,4 +1,4 @@
-"""Tests of the memory that a plan keeps free, because a prediction may be too low."""
+"""Tests for the memory that a plan keeps free in case its prediction is too low."""
 
 from __future__ import annotations
 
@@ -19,14 +19,14 @@ def pool_with(name: str, usage: Usage, constants: Constants) -> Pool:
 
 @pytest.mark.parametrize(("constants", "largest"), [(CPU, 93), (CUDA, 87)])
 def test_more_is_reserved_on_a_gpu(constants: Constants, largest: int) -> None:
-    """98 ÷ 1.05 and 98 ÷ 1.125 GiB of 100 may be used."""
+    """Of 100 GiB, a plan may use 98 ÷ 1.05 GiB on a CPU, and 98 ÷ 1.125 GiB on a GPU."""
     for size, fits in ((largest, True), (largest + 1, False)):
         pool = pool_with("policy", Usage(optimizer=size * GIB), constants)
         assert pool.fits == fits
 
 
 def test_error_of_the_measured_step_is_covered() -> None:
-    """The step of one run on an H100 took 10,206 MiB instead of 9,100."""
+    """One run's step on an H100 took 10,206 MiB instead of the predicted 9,100 MiB."""
     assert 9100 * (1 + CUDA.reserve) >= 10206
 
 

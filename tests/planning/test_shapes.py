@@ -147,7 +147,7 @@ def test_experts_in_files_are_stacked_as_in_memory() -> None:
     stacked = [weight.shape for weight in shape.weights if weight.is_expert]
     assert stacked == [(4, 48, 64)]
     assert shape.experts == 4
-    assert shape.intermediate == 48  # not the 96 of a dense layer
+    assert shape.intermediate == 48  # a dense layer's size would be 96
 
 
 def test_unknown_architecture_without_files_is_rejected_with_the_known_ones() -> None:

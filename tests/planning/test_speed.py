@@ -1,4 +1,4 @@
-"""Tests of the estimated work of a step."""
+"""Tests for the estimated duration of a step."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ DPO = "dpo --model.model_name_or_path {llama2-7b} --ds.zero_stage 3"
 
 
 def seconds(configure: Configure, line: str) -> dict[str, float]:
-    """Return the estimated seconds of each phase of a command's step, and of the step."""
+    """Return the estimated seconds for each phase of a command's step, and for the entire step."""
     found: dict[str, float] = {}
     for text in step_lines(configure(line, CLUSTER), parse_cluster(CLUSTER)):
         name, _, rest = text.strip().partition(": ")

@@ -124,7 +124,7 @@ def mismatch(
 
 
 def gate(old: Row, rollout: Row, mask: Mask, level: str, gating: str = "ratio") -> Row:
-    """Return the statistic of every token that is compared with the band."""
+    """Return, for every token, the statistic that is compared with the band."""
     values = []
     for log_q, log_p in zip(old, rollout, strict=True):
         p, q = (min(max(math.exp(x), 1e-6), 1 - 1e-6) for x in (log_p, log_q))
@@ -172,7 +172,7 @@ def correction(
 def unbiased_kl(
     logprob: float, old: float, reference: float, estimator: str
 ) -> tuple[float, float]:
-    """Return the value of the KL term of one token and its derivative with respect to log π_θ."""
+    """Return one token's KL term, and the term's derivative with respect to log π_θ."""
     x = logprob - reference
     value = {"k1": x, "k2": x * x / 2, "k3": math.exp(-x) - 1 + x}[estimator]
     weight = min(math.exp(logprob - old), 10.0)

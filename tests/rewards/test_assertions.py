@@ -1,4 +1,7 @@
-"""Assertions in labels, which are checked outside the program's process, and cheating programs."""
+"""Tests for assertions in labels, and for programs that try to cheat.
+
+Assertions are checked outside the program's process.
+"""
 
 from __future__ import annotations
 

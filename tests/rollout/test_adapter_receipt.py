@@ -72,7 +72,7 @@ for fault in ("none", "tensor", "layer"):
 
 
 def test_receipt_is_rejected_if_an_adapter_lacks_a_tensor_or_a_layer() -> None:
-    """In the two cases, a tensor is lost or the engine cannot adapt a layer."""
+    """In one case a tensor is lost, and in the other the engine cannot adapt a layer."""
     environment = os.environ | engine_environment("cpu") | {"PYTHONPATH": str(ROOT)}
     done = subprocess.run(
         [sys.executable, "-c", PUBLICATION], env=environment, capture_output=True, text=True

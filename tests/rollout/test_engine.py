@@ -1,8 +1,9 @@
-"""The rollout engine on the real stack: Ray, vLLM on the CPU, and gloo.
+"""Tests for the rollout engine with real Ray, real vLLM on the CPU, and gloo.
 
-The trainer is a Transformers model in this process. Two engines serve the whole module: one whose
-model ties its head to its embeddings and whose folder has no tokenizer, and one with an untied head
-and a tokenizer. The vocabulary size of 100 is not a multiple of 64, so vLLM pads it.
+The trainer is a Transformers model in this process. All tests share two engines. One engine's model
+has a head that is tied to its embeddings, and no tokenizer in its folder. The other engine's model
+has an untied head and a tokenizer. The vocabulary size of 100 is not a multiple of 64, so vLLM pads
+the vocabulary.
 """
 
 from __future__ import annotations
@@ -253,7 +254,7 @@ def build_model(*, tied: bool) -> Qwen2ForCausalLM:
 
 
 def noisy_copy(model: PreTrainedModel, names: Sequence[str], scale: float) -> PreTrainedModel:
-    """Copy the model, adding noise of standard deviation `scale` to the named tensors."""
+    """Copy the model, adding noise with standard deviation `scale` to the named tensors."""
     copy = type(model)(model.config).eval()
     copy.load_state_dict(model.state_dict())
     generator = torch.Generator().manual_seed(0)
@@ -455,7 +456,7 @@ class TestPublication:
         assert {g.weight_versions for _, g in samples} == {(stand.version - 1, stand.version)}
         matches_old, matches_new = (differences(m, samples) < 1e-4 for m in (old, stand.model))
         for row_old, row_new in zip(matches_old, matches_new, strict=True):
-            # number of tokens before the first one that the old weights cannot explain
+            # number of leading tokens that the old weights can explain
             switch = int(row_old.long().cumprod(0).sum())
             assert 0 < switch < 400
             assert row_new[switch:].all()
@@ -701,7 +702,7 @@ def test_longrope_uses_the_frequencies_for_the_longest_sequence_in_engine_and_tr
 ):
     """The engine chooses the frequencies according to its max_model_len.
 
-    Above `original` positions it uses the long frequencies, regardless of a sample's length.
+    If max_model_len exceeds `original`, samples of any length use the long frequencies.
     """
     rope = {
         "rope_type": "longrope",

@@ -89,7 +89,7 @@ def test_file_is_gzipped_json_lines_with_a_header(tmp_path: Path) -> None:
 
 
 def test_identical_episodes_are_written_as_identical_bytes(tmp_path: Path) -> None:
-    """A resumed run that generates the same samples writes the same files, whatever the time."""
+    """A resumed run that generates the same samples writes the same files at any time."""
     one, two = (written(tmp_path / name, episode(score=1.0)).file("step", 7) for name in "ab")
     assert one.read_bytes() == two.read_bytes()
 

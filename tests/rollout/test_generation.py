@@ -144,7 +144,7 @@ def differences(
 ) -> torch.Tensor:
     """Return |log π_engine − log π_model| for every sampled token.
 
-    `keep`: renormalize π_model over this many of its most likely tokens.
+    If `keep` is set, π_model is renormalized over its `keep` most likely tokens.
     """
     found = []
     for sample in samples:
@@ -247,7 +247,7 @@ def test_n_gram_drafts_do_not_change_the_log_probabilities(rollout, engines) -> 
     samples, _ = rollout("speculating", REFRAINS, spec)
     off = differences(engines["model"], samples)
     assert off.max() < 1e-4 and off.mean() < 1e-5
-    # The drafts were accepted or rejected with separate random draws.
+    # Accepting or rejecting drafts takes separate random draws, so the samples differ.
     assert tokens(samples) != tokens(rollout("plain", REFRAINS, spec)[0])
 
 

@@ -9,8 +9,7 @@ import sys
 from openrlhf.rollout.engine_settings import engine_environment
 from tests.ranks import ROOT
 
-# Like vLLM's loader for Transformers models (`CausalMixin`), `load` creates a new bias before it
-# fills the bias.
+# `load` creates a new bias and then fills it, like vLLM's `CausalMixin` for Transformers models.
 PROGRAM = """
 import torch
 from vllm.config import VllmConfig, set_current_vllm_config

@@ -1,4 +1,4 @@
-"""Replays, whose steps, filtering and prompt positions equal those of the recorded run."""
+"""Tests that a replay has the steps, filtering and prompt positions of the recorded run."""
 
 from __future__ import annotations
 

@@ -66,7 +66,7 @@ def test_router_forgets_the_oldest_key_beyond_the_limit(monkeypatch) -> None:
     homes = {key: router.pick(key) for key in "xyz"}
     for key, engine in homes.items():
         router.done(key, engine)
-    router.in_flight = {0: 1, 1: 0}  # x was forgotten, so it goes to the idle engine; z was not
+    router.in_flight = {0: 1, 1: 0}  # only key x was forgotten and goes to the idle engine
     assert (homes["x"], router.pick("x"), router.pick("z")) == (0, 1, 0)
 
 

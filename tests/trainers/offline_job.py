@@ -58,8 +58,8 @@ ADAPTERS = {
 }
 FLAGS: dict[str, Any] = {
     "adam.lr": 1.0,
-    # With a large epsilon, an update is nearly linear in the gradient, so that weights can be
-    # compared as tightly as gradients.
+    # With a large epsilon, an update is nearly linear in the gradient.
+    # Weights can therefore be compared as tightly as gradients.
     "adam.eps": 1.0,
     "lr_scheduler": "constant",
     "lr_warmup_ratio": 0.0,
@@ -178,7 +178,7 @@ def take_step(
 ) -> StepResult:
     """Take an optimizer step over this rank's part of the rows. Collective.
 
-    With `uneven`, the last rank has one row, and the first rank has all others.
+    With `uneven`, the last rank has one row, and the first rank has all other rows.
     """
     part = rows[strategy.dp_rank :: strategy.dp_size]
     if uneven and strategy.dp_size > 1:

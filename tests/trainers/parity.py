@@ -1,7 +1,7 @@
 """Compares losses, gradients and weights of a few steps on several ranks with those in one process.
 
-Ranks that share neither sequences nor layers divide the data. The ranks are forked from a process
-that has imported the libraries.
+The data is divided among ranks that share neither sequences nor layers. The ranks are forked from a
+process that has imported the libraries.
 """
 
 from __future__ import annotations
@@ -152,7 +152,10 @@ def errors_of(found: dict[str, Any], expected: dict[str, Any]) -> Errors:
 
 
 def compare(cases: Iterable[Case], folder: Path) -> dict[Case, Errors | str]:
-    """Run each case on its ranks and in one process. Returns errors, or a failure's last line."""
+    """Run each case on its ranks and in one process.
+
+    Returns the differences, or the last line of the error message if the case failed.
+    """
     cases = list(cases)
     for kind in {case.model for case in cases}:
         save_tiny_model(folder / kind, kind, seed=1)
@@ -172,7 +175,7 @@ def compare(cases: Iterable[Case], folder: Path) -> dict[Case, Errors | str]:
 
 
 def run_all(cases: Iterable[Case], folder: Path) -> dict[Case, dict[str, Any] | str]:
-    """Run the cases; those with the same numbers of ranks share processes."""
+    """Run the cases, sharing processes between cases with the same numbers of ranks."""
     # After an engine with tensor parallelism, DeepSpeed cannot build one without it.
     worlds: dict[tuple[int, int], list[Case]] = {}
     for case in cases:

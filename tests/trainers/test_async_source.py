@@ -193,7 +193,7 @@ def test_step_is_counted_as_soon_as_its_samples_are_taken(
 ) -> None:
     """The step count reveals that samples have left the source but not reached the training loop.
 
-    A run that is terminated at that moment cannot save them.
+    A run terminated before the training loop receives the samples cannot save them.
     """
     made = source(loop, VersionedEcho(), queue=2, staleness=2)
     while (taken := loop.run(made._progress(), 5.0)) is None:
@@ -353,7 +353,7 @@ def test_reward_that_always_fails_does_not_use_up_the_prompts(loop: BackgroundLo
     batch = next(iter(made))
     with pytest.raises(RewardErrors):
         made.errors.check(batch)
-    assert made.consumed <= 8  # twice the limit of prompts in progress
+    assert made.consumed <= 8  # twice the limit on prompts in progress
 
 
 def test_reward_that_starts_failing_during_a_step_does_not_use_up_the_prompts(
@@ -415,7 +415,7 @@ def test_prompts_started_after_the_checkpoint_start_again_after_resume(
     before = [t.prompt.index for t in next(iter(first))]
     first.save(tmp_path)
     engines.most = 1000
-    wait_until(lambda: first.consumed == 8)  # the run state may have a later count than the file
+    wait_until(lambda: first.consumed == 8)  # the run state may count more prompts than the file
     second = source(loop, engines, queue=1, staleness=1)
     second.resume(step=first.step, consumed=first.consumed, folder=tmp_path)
     after = [t.prompt.index for batch in second for t in batch]

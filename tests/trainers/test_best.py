@@ -25,7 +25,7 @@ def offline(key: str = "", *, patience: int | None = None) -> BestMetric:
 def improved(
     best: BestMetric, name: str, numbers: Sequence[float], *, after: int = 0
 ) -> list[bool]:
-    """Return whether each evaluation is an improvement. The first one is at step `after` + 1."""
+    """Return whether each evaluation, starting at step `after` + 1, is an improvement."""
     return [
         best.improves(after + i, {f"eval/{name}": number})
         for i, number in enumerate(numbers, start=1)
@@ -170,7 +170,7 @@ def test_run_without_tracked_metric_can_resume_with_patience() -> None:
 
 
 def kept(folder: Path, step: int) -> CheckpointManager:
-    """Return a checkpoint manager whose best checkpoint is the one of step `step`."""
+    """Return a checkpoint manager whose best checkpoint was saved at step `step`."""
     checkpoints = checkpoints_in(folder)
     staged = checkpoints.begin(step, best=True)
     (Path(staged.engine_dir()) / staged.tag / "weights").write_text("w")

@@ -156,7 +156,7 @@ class Table:
         return [RewardResult(reward=s, error="it broke" if s is None else None) for s in scores]
 
     async def scored(self, group: Group) -> Group:
-        """Score a group as a reward model would. This never fails, because both scores are set."""
+        """Score a group as a reward model would. Scoring never fails: both scores are set."""
         return [replace(t, score=self.rows[t.prompt.text][t.sample_index]) for t in group]
 
 

@@ -33,8 +33,9 @@ from tests.trainers.offline_job import (
 
 PLAIN = ["zero0-micro8-padded", "zero2-micro1-packed"]
 SPLIT = ["zero0-micro3-packed", "zero1-micro3-padded", "zero2-micro8-packed", "zero3-micro3-packed"]
-# The ranks have different numbers of chunks of logits, for which ZeRO 3 must not gather the output
-# layer's weight once per chunk: the rank with more chunks would wait forever.
+# The ranks have different numbers of logit chunks.
+# ZeRO 3 must not gather the output layer's weight for every chunk.
+# Otherwise, the rank with more chunks would wait forever.
 UNEVEN = "zero3-micro3-packed-uneven"
 LAYOUTS = [
     *(
@@ -358,7 +359,7 @@ def test_adapters_on_4_bit_weights_train_the_same_on_any_number_of_ranks(
 def test_ranks_may_have_different_numbers_of_chunks_of_an_untied_or_adapted_output_layer(
     tmp_path: Path,
 ) -> None:
-    """Zero-3 ranks with different numbers of chunks finish, with the results of whole weights."""
+    """ZeRO-3 ranks with different numbers of chunks finish and match unsharded weights."""
     untied = [
         save_tiny_model(tmp_path / name, "qwen2-untied", seed=seed)
         for seed, name in enumerate(("policy", "teacher"))

@@ -206,7 +206,7 @@ def events(
 ) -> list[str]:
     """Return the events of a run over these steps.
 
-    `ends` is an error to raise after the steps, and the number of steps yielded by then.
+    `ends` is an error to raise, and the number of steps to yield before raising the error.
     """
     notes = Notes()
     save_steps = -1
@@ -452,7 +452,7 @@ def test_time_of_a_failed_save_is_counted() -> None:
 def test_resumed_run_evaluates_its_initial_model_again_only_for_another_metric(
     metric: str, is_due: bool
 ) -> None:
-    """--eval.patience compares later evaluations with this one."""
+    """--eval.patience compares later evaluations with the initial evaluation."""
     evaluation = trainer([KEPT], Notes(), eval_steps=1).evaluation
     evaluation.config = RLFlags(eval=RLEvalConfig(steps=1, at_start=True))
     evaluation.best.key = metric
@@ -483,7 +483,7 @@ def test_evaluation_with_too_many_failures_ends_the_run_and_is_never_the_best(
     with pytest.raises(RewardErrors) if is_ended else nullcontext():
         made.fit()
     assert notes.events[:2] == ["step 1, 100%", "evaluation 1"]
-    assert "save 1" in notes.events  # as the best evaluation, or before the error is raised
+    assert "save 1" in notes.events  # saved as the best, or before the error is raised
     assert ("export" in notes.events) == (not is_ended)
     assert made.evaluation.best.step == (None if is_ended else 1)
 

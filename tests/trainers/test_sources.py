@@ -268,7 +268,7 @@ def test_pass_at_k_is_the_best_and_pass_at_1_the_mean_of_the_samples() -> None:
     assert evaluation_metrics(trajectories, k=2) == {
         "eval/eval_default_pass2": 0.5,
         "eval/eval_default_pass1": 0.25,
-        "eval/eval_default_score_stderr": pytest.approx(0.25),  # from the prompt means 0.5 and 0
+        "eval/eval_default_score_stderr": pytest.approx(0.25),  # of the prompt means 0.5 and 0
         "eval/eval_default_reward_mean": 0.25,
         "eval/eval_default_response_length_mean": 3.0,
         "eval/eval_default_truncated_rate": 0.25,

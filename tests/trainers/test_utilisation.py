@@ -11,7 +11,8 @@ from openrlhf.trainers.utilisation import utilisation
 def test_idle_and_overlap_fractions_match_hand_computed_values() -> None:
     policy = [(0.0, 2.0), (2.0, 4.0)]
     critic, reward = [(1.0, 3.0)], [(2.5, 3.5)]
-    # Groups are busy 4 + 2 + 1 of 3 x 5 seconds: several from 1 to 3.5, at least one from 0 to 4.
+    # The groups are busy for 4 + 2 + 1 of 3 x 5 seconds.
+    # At least one group is busy from 0 to 4, and several groups are busy from 1 to 3.5.
     assert values(utilisation([policy, critic, reward], 5.0)) == pytest.approx(
         {"timing/models_idle": 8 / 15, "timing/models_overlap": 2.5 / 4}
     )

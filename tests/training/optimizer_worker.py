@@ -33,8 +33,8 @@ MUON = MuonConfig(lr=0.02, momentum=0.9)
 OPTIMIZER = OptimizerConfig(
     optim="muon",
     muon=MUON,
-    # With a large epsilon, an update is nearly linear in the gradient, so that weights can be
-    # compared as tightly as gradients.
+    # With a large epsilon, an update is nearly linear in the gradient.
+    # Weights can therefore be compared as tightly as gradients.
     adam=AdamConfig(lr=1.0, eps=1.0, weight_decay=0.1),
     lr_scheduler="constant",
     lr_warmup_ratio=0.0,
@@ -161,7 +161,7 @@ def run_all(cases: list[Case], folder: Path) -> dict[Case, list[dict[str, Tensor
 
 
 def main() -> None:
-    """Run the cases in the file of the first argument. The second argument is the model folder."""
+    """Run the cases in a file. Command-line arguments: the file, then the model folder."""
     cases: list[Case] = torch.load(sys.argv[1], weights_only=False)
     folder = Path(sys.argv[2])
     for ranks in sorted({case.ranks for case in cases}):

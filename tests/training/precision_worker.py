@@ -1,4 +1,4 @@
-"""A rank of the tests of master weights and of steps smaller than the spacing of bfloat16."""
+"""One rank of the tests for master weights and for steps smaller than bfloat16's spacing."""
 
 from __future__ import annotations
 
@@ -27,8 +27,8 @@ from tests.loading import load_spec
 
 STEPS, RATE, BETA = 64, 1e-3, 0.75
 CHOSEN, REJECTED, DPO_STEPS, DPO_RATE, DPO_BETA = [5, 9, 20, 7], [5, 9, 31, 40, 12], 6, 1e-5, 40.0
-# The spacing of bfloat16 is 2⁻⁸ = 0.0039 just below 1 and 0.0078 just above 1, so a single step of
-# 0.001 would be rounded away.
+# The spacing of bfloat16 is 0.0039 (2⁻⁸) just below 1 and 0.0078 just above 1.
+# A single step of 0.001 would therefore be rounded away.
 OPTIMIZER = OptimizerConfig(
     adam=AdamConfig(lr=RATE), lr_scheduler="constant", lr_warmup_ratio=0.0, max_norm=0.0
 )

@@ -18,10 +18,10 @@ from tests.training.window_worker import batch
 
 STEPS = 8
 ADAM = AdamConfig(lr=1e-3, weight_decay=0.1)
-# Errors relative to the distance that a weight has moved. Rounding to 8 bits causes 2 to 3 %;
-# weights with 32-bit moments follow the changes of the others.
+# Errors relative to the distance that a weight has moved. Rounding to 8 bits causes 2 to 3 %.
+# Weights with 32-bit moments deviate only because the rounded weights do.
 ROUNDING = (0.01, 0.05)
-SHARED_BLOCKS = (0.05, 0.2)  # of the worst weight, if some blocks have moments of two weights
+SHARED_BLOCKS = (0.05, 0.2)  # error of the worst weight if some blocks hold moments of two weights
 UNROUNDED = (0.0, 0.01)
 EightBit = partial(Case, optim="adam_8bit", adam=ADAM, model="llama-wide", steps=STEPS)
 
@@ -66,7 +66,7 @@ def errors(
 
 
 def check_errors(found: list[dict[str, Tensor]], exact: list[dict[str, Tensor]]) -> None:
-    """Check that weights with 8-bit moments have rounding errors and that the others have none."""
+    """Check that weights have rounding errors if and only if their moments have 8 bits."""
     of_weights = errors(exact[0], found[STEPS], exact[-1])
     assert len(of_weights) == len(exact[0])
     for name, error in of_weights.items():
@@ -88,7 +88,7 @@ SAMPLE = [EightBit(zero=3, resume_at=3, sleep=True)]
 
 
 def matrix() -> list[Case]:
-    """Return all stages on one and two ranks, with the other settings."""
+    """Return cases for every ZeRO stage on one and two ranks, and for the other settings."""
     cases: list[Case] = []
     for zero in range(4):
         cases += [
@@ -157,7 +157,7 @@ def test_adapters_and_bfloat16_weights_are_near_those_of_32_bit_moments(tmp_path
 @pytest.mark.verify
 @pytest.mark.timeout(900)
 def test_blocks_with_moments_of_two_weights_are_rounded_more(tmp_path: Path) -> None:
-    """ZeRO joins weights, so that a block can begin in one weight and end in the next."""
+    """ZeRO joins weights, so a block can begin in one weight and end in the next."""
     cases = [EightBit(zero=zero, ranks=1, model="llama-wide-odd") for zero in range(1, 4)]
     results = run_all(cases, tmp_path)
     exact = reference(tmp_path, cases[0])

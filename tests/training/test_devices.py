@@ -1,4 +1,4 @@
-"""Tests for environment variables, and for ports that no other socket is assigned."""
+"""Tests for worker environment variables, kernel caches and free ports."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ import pytest
 from openrlhf.training import devices
 from tests.ranks import ROOT
 
-# Multiplies bfloat16 matrices of many shapes, and prints by how many MiB the process has grown.
+# Multiplies bfloat16 matrices of many shapes, and prints the growth of the process in MiB.
 PRODUCTS = """
 import psutil
 import torch
@@ -50,7 +50,7 @@ def test_number_of_cached_kernels_is_limited() -> None:
     environment = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
     command = [sys.executable, "-c", PRODUCTS]
     done = subprocess.run(command, env=environment, capture_output=True, text=True, check=True)
-    assert float(done.stdout) < 40  # 157 with the default caches of oneDNN and PyTorch
+    assert float(done.stdout) < 40  # 157 MiB with the default caches of oneDNN and PyTorch
 
 
 def test_free_port_skips_a_port_in_use_and_raises_if_none_is_free(

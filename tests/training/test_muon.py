@@ -114,7 +114,7 @@ SAMPLE = [
 
 
 def matrix() -> list[Case]:
-    """Return all stages with the other settings."""
+    """Return cases for every ZeRO stage with each of the other settings."""
     cases: list[Case] = []
     for zero in range(4):
         cases += [

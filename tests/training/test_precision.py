@@ -61,7 +61,7 @@ Measured = Callable[[Case], Any]
 
 @pytest.fixture(scope="module")
 def models(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Return a folder with one model per stored data type. All configurations say float32."""
+    """Return a folder with one model per stored data type. Their configurations declare float32."""
     folder = tmp_path_factory.mktemp("models")
     for stored, kind in STORED.items():
         save_tiny_model(folder / stored, kind)
@@ -167,7 +167,7 @@ def test_average_is_computed_from_master_weights_and_changed_weights_are_counted
         assert torch.equal(found["rounded"][name], found["masters"][name].to(torch.bfloat16)), name
         # Training continues with the same master weights as before the export.
         assert torch.equal(found["after"][name], path[-1][name]), name
-    for name, restarted in found["restarted"].items():  # this is empty with ZeRO-3
+    for name, restarted in found["restarted"].items():  # with ZeRO-3, there are no such weights
         assert torch.equal(restarted, path[-1][name]), name
     for (before, after), share in zip(pairwise(found["course"]), found["changed"], strict=True):
         changed = sum(int((after[n].bfloat16() != before[n].bfloat16()).sum()) for n in start)

@@ -27,8 +27,8 @@ from tests.loading import load_spec
 from tests.ranks import fork_ranks
 from tests.training.window_worker import batch
 
-# A large epsilon makes AdamW nearly linear in the gradient, so that weights can be compared as
-# tightly as gradients.
+# A large epsilon makes AdamW nearly linear in the gradient.
+# Weights can therefore be compared as tightly as gradients.
 OPTIMIZER = OptimizerConfig(
     adam=AdamConfig(lr=1.0, eps=1.0, betas=(0.9, 0.95)),
     lr_scheduler="linear",

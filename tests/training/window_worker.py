@@ -23,8 +23,8 @@ from tests.listening import listening_addresses
 from tests.loading import load_spec
 
 STEPS = 2
-# A large epsilon makes AdamW nearly linear in the gradient, so that weights can be compared as
-# tightly as gradients.
+# A large epsilon makes AdamW nearly linear in the gradient.
+# Weights can therefore be compared as tightly as gradients.
 OPTIMIZER = OptimizerConfig(
     adam=AdamConfig(lr=1.0, eps=1.0), lr_scheduler="constant", lr_warmup_ratio=0.0, max_norm=0.5
 )

@@ -5,8 +5,9 @@ commands of a task and prints pass@1 on held-out problems before and after reinf
 
 A problem is a line of text, and its answer is the label. The commands set paths, columns, learning
 rates (the defaults are for models a thousand times larger), and the batch sizes of supervised
-training (the default of 128 would give too few steps with so few rows). To run on a CPU, they also
-set large micro-batches and a limit on the response length. All other flags keep their defaults.
+training (the default of 128 would give too few steps with so few rows). To run on a CPU, the
+commands also set large micro-batches and a limit on the response length. All other flags keep their
+defaults.
 """
 
 from __future__ import annotations

@@ -16,7 +16,7 @@ from tests.sources import ROOT
 
 RECORDS = ROOT / "docs" / "results" / "learning.jsonl"
 COMMAND = "python -m pytest -m verify tests/verify/test_learning.py"
-ENDS = 6  # a curve starts and ends with the means of its first and last sixth
+ENDS = 6  # a curve's start and end values are the means of its first and last sixth
 UNCORRECTED = "uncorrected"
 CORRECTIONS = ("tis", "tis_paper", "icepop", "seq_mask_tis")
 GATES = ("binary_kl",)  # corrections that compare a divergence
@@ -30,7 +30,7 @@ class LearningRun:
     name: str
     seed: int
     flags: str  # the method's flags in docs/algorithms.md, then the task flags that override them
-    # Fraction of each step's samples that are correct. Every prompt is used once, so all are new.
+    # Fraction of each step's samples that are correct. Every prompt is used only once.
     solved: list[float]
     pass_at_1: list[float]  # on held-out problems, before and after training
     versions: str

@@ -27,8 +27,8 @@ PAGE = FOLDER / "verify.md"
 # The paths of the code that verification depends on, which excludes pages and records.
 CODE = ("openrlhf", "tests", "examples", "benchmarks", "pyproject.toml", "requirements")
 UNKNOWN_SECONDS = 60.0  # assumed duration of a test without a record
-# If a file takes longer than this, its tests are distributed across shards one by one. The tests of
-# a shorter file stay together because they share their setup.
+# If a file takes longer than this limit, its tests are distributed across shards one by one.
+# The tests in a shorter file stay together because they share their setup.
 LARGE_FILE_SECONDS = 1200.0
 MOST_MINUTES = 90.0  # maximum duration of one shard
 

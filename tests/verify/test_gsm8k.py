@@ -1,4 +1,4 @@
-"""GRPO on chat messages with every GSM8K prompt once, rewarded by the math verifier."""
+"""Tests GRPO on each GSM8K prompt once, as chat messages with rewards from the math verifier."""
 
 from __future__ import annotations
 

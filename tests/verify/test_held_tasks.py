@@ -69,7 +69,7 @@ def test_outcome_compares_each_problem_with_itself() -> None:
     outcome = Outcome.of(after, before)
     assert outcome.change == -0.125
     assert outcome.change_error == pytest.approx((4 * 0.125**2 / 3) ** 0.5 / 2)
-    assert not outcome.got_worse  # it is worse by only 1.7 standard errors
+    assert not outcome.got_worse  # pass@1 fell by only 1.7 standard errors
     assert Outcome.of([each - 0.25 for each in before[:-1]] + [0.0], before).got_worse
 
 

@@ -1,6 +1,6 @@
-"""Training of a reward model on all HH-RLHF pairs, which is killed and resumed halfway.
+"""Tests for training a reward model on all HH-RLHF pairs, with a kill and a resume halfway.
 
-PPO with that reward model then trains on the prompts of all pairs.
+PPO then trains on the prompts of all pairs with the resulting reward model.
 """
 
 from __future__ import annotations

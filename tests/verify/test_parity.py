@@ -1,6 +1,7 @@
 """Tests that training in any layout equals training in one process.
 
-docs/results/parity.md lists the errors, and docs/results/parity.jsonl those of every case.
+docs/results/parity.md lists the worst errors, and docs/results/parity.jsonl lists the errors of
+every case.
 """
 
 from __future__ import annotations
@@ -178,7 +179,7 @@ def write_page(records: list[Record]) -> None:
 
 
 def worst(records: list[Record], name: str) -> str:
-    """Return the largest value of a field, or nothing without records."""
+    """Return the largest value of a field, or an empty string if there are no records."""
     if not records:
         return ""
     return f"{max(getattr(each, name) for each in records):.1e}"

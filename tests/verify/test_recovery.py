@@ -1,4 +1,4 @@
-"""Measurements, for docs/fault_tolerance.md, of how long fault detection and recovery take.
+"""Measures how long fault detection and recovery take, for docs/fault_tolerance.md.
 
 A hanging engine and a lost machine are detected by deadlines, so their detection times follow from
 flags and Ray's settings.

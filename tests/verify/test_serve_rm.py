@@ -26,8 +26,8 @@ from tests.verify.results import write_result
 pytestmark = pytest.mark.verify
 CLIENTS = (1, 8, 32)
 REQUESTS = 960  # number of requests for each row of the table
-# Each round sends a third of the requests, and the servers take turns, so that other load on the
-# machine affects all of them equally.
+# Each round sends a third of the requests.
+# The servers take turns, so that other load on the machine affects all servers equally.
 ROUNDS = 3
 SIZES = {
     "hidden_size": 256,

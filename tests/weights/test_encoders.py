@@ -1,4 +1,4 @@
-"""Encoders, whose manifest lists exactly the tensors that are sent, in the same order."""
+"""Tests that an encoder's manifest lists exactly the tensors sent, in the same order."""
 
 from __future__ import annotations
 

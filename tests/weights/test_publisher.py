@@ -35,7 +35,7 @@ class ProcessLost(Exception):
 
 @dataclass
 class Processes:
-    """All processes of a run as one fake, which records each call and makes it return or fail."""
+    """A fake for all processes of a run, which records each call and makes it return or fail."""
 
     calls: list[str] = field(default_factory=list)
     arguments: dict[str, Any] = field(default_factory=dict)

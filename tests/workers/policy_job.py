@@ -1,6 +1,6 @@
 """One rank of the worker tests: policy and reference score a batch, and the policy is updated.
 
-The rank repeats this for every layout given as an argument.
+The rank repeats these steps for every layout given as an argument.
 """
 
 from __future__ import annotations
@@ -37,11 +37,11 @@ BATCH_SIZE = 4  # 4, 4 and 1 rows per step: with two ranks, one has no row in th
 TEMPERATURE = 0.8
 KL_COEF, ENTROPY_COEF, PTX_COEF, CLIP = 0.1, 0.05, 0.3, 0.2
 BAND = (0.7, 0.95)  # bounds of π_old ÷ π_rollout, whose logarithm is −0.2 ± 0.3 here
-MAX_RESPONSE = 16  # the constant L of constant aggregation
+MAX_RESPONSE = 16  # the divisor L in constant aggregation
 # Pretraining text. With two ranks, one of them has a single row.
 TEXTS = [[5, 9, 7, 30, 11], [12, 8], [40, 41, 42, 43, 44, 45, 46]]
-# A large epsilon makes AdamW nearly linear in the gradient, so that weights can be compared as
-# tightly as gradients.
+# A large epsilon makes AdamW nearly linear in the gradient.
+# Weights can therefore be compared as tightly as gradients.
 ACTOR = ActorConfig(
     adam=AdamConfig(lr=1.0, eps=1.0),
     lr_scheduler="constant",
@@ -138,7 +138,7 @@ class Policy(PolicyWorker):
 
 
 def limits_of(name: str) -> MicroBatchLimits:
-    """Parse micro-batch limits: `rows3` means three rows, `tokens20` means at most 20 tokens."""
+    """Parse micro-batch limits: `rows3` is three rows, `tokens20` is at most 20 tokens."""
     if name.startswith("tokens"):
         return MicroBatchLimits(size=1, max_tokens=int(name.removeprefix("tokens")))
     return MicroBatchLimits(size=int(name.removeprefix("rows")))

@@ -26,8 +26,8 @@ from tests.workers.policy_job import (
 )
 
 OBJECTIVES = list(product(("ppo", "gspo", "cispo"), ("token", "sequence", "constant")))
-# A row's mean ratio is closer to 1 than its tokens' ratios, so GSPO needs a narrower range to clip
-# as often.
+# A row's mean ratio is closer to 1 than its tokens' ratios.
+# GSPO therefore needs a narrower range to clip as often.
 CLIPS = {"ppo": 0.2, "gspo": 0.05, "cispo": 0.2}
 # Bounds of π_old ÷ π_rollout, whose log is −0.2 ± 0.3 for each of a row's (about five) tokens.
 CORRECTIONS = {
@@ -56,7 +56,7 @@ def objective_of(loss: str, aggregation: str) -> tuple[ActorConfig, AlgoConfig]:
 
 
 def experience() -> Experience:
-    """Return the worker tests' batch, with rollout log-probabilities as the reference's."""
+    """Return the worker tests' batch, with the rollout log-probabilities also used as log π_ref."""
     rows = batch()
     return replace(rows, ref_logprobs=rows.rollout_logprobs)
 

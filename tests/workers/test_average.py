@@ -26,7 +26,7 @@ def folder(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFact
 
 @pytest.mark.parametrize("case", CASES)
 def test_export_is_the_moving_average_over_applied_steps(folder: Path, case: str) -> None:
-    """Starting at the initial weights, p̄ ← β p̄ + (1 − β) p at each step that is not skipped."""
+    """The average p̄ starts at the initial weights; each applied step sets p̄ ← β p̄ + (1 − β) p."""
     start, *path = torch.load(folder / case / "path.pt")
     exported = load_file(folder / case / "whole/model.safetensors")
     assert exported.keys() == start.keys()

@@ -1,8 +1,8 @@
 """Tests that optimizer steps of the real worker do not depend on how the window is split.
 
-Ranks × ZeRO stages × micro-batches × packing × objectives are compared with a plain float64 loop
-over rows and all logits. The only part of a loss that may depend on the split is the auxiliary loss
-of a mixture of experts, which these tests do not have.
+All combinations of ranks, ZeRO stages, micro-batches, packing and objectives are compared with a
+plain float64 loop over rows that uses all logits. The tests exclude the auxiliary loss of a mixture
+of experts, which is the only loss term that may depend on the split.
 """
 
 from __future__ import annotations
@@ -55,7 +55,7 @@ SLICE = [
     "zero3-rows1-padded-cispo-token",
     "zero3-tokens20-packed-gspo-sequence",
 ]
-# Tolerances of float32 against float64 after three steps with learning rate 1, gradients about 0.1.
+# Float32 tolerances against float64 after three steps: learning rate 1, gradients of about 0.1.
 LOSS, NORM, WEIGHT = 1e-5, 1e-4, 5e-6  # absolute, relative, absolute
 Outcome = dict[str, Any]
 
@@ -132,7 +132,7 @@ def row_terms(hf: PreTrainedModel, row: int, loss: str) -> tuple[Tensor, Tensor]
 
 
 def trust(one: Experience, loss: str) -> list[float]:
-    """Return the correction's weight of every token of a row. GSPO has no weights."""
+    """Return the correction's weight for every token in a row, which is always 1 for GSPO."""
     assert one.old_logprobs is not None and one.rollout_logprobs is not None
     mask = one.action_mask.tolist()
     if loss == "gspo":
@@ -211,7 +211,7 @@ def compare(
 def test_weights_differ_between_objectives_by_far_more_than_the_tolerance(
     plain: dict[tuple[str, str], Outcome],
 ) -> None:
-    """If they did not differ, the comparisons above could not fail."""
+    """The comparisons above could not fail if all objectives led to the same weights."""
     weights = [outcome["weights"]["model.embed_tokens.weight"] for outcome in plain.values()]
     for i, first in enumerate(weights):
         for second in weights[i + 1 :]:

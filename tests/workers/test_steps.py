@@ -49,7 +49,7 @@ def test_marked_text_has_one_placeholder_after_each_step() -> None:
 
 
 def test_step_rewards_are_weighted_components_of_the_reward() -> None:
-    """The other components are a reward model and a rule, each with its own weight."""
+    """The reward also includes a reward model and a rule, each with its own weight."""
     reward = combined(
         episode(reward=3.0, score=3.0, actions=4), [10.0], [1.0, 2.0, 0.5], [0, 0.25, 0, 0.5]
     )
