@@ -84,7 +84,7 @@ def read_flags(
 def parse(command: str, line: str = "") -> Any:
     """Return the configuration parsed from a minimal command line with `line` appended."""
     smallest = SMALLEST[command]
-    if "--reward.remote_url" in line:  # two kinds of rewards would be rejected
+    if "--reward.remote_url" in line:  # two reward sources would be rejected
         smallest = smallest.replace("--reward.verifier math", "")
     return parse_config(ROOTS[command], [*smallest.split(), *line.split()], command=command)
 

@@ -1,4 +1,4 @@
-"""Fixtures for the machine that tests see: no GPU or launcher unless a test requests one."""
+"""Fixtures that simulate a machine without a GPU or launcher, unless a test requests one."""
 
 from __future__ import annotations
 

@@ -27,7 +27,7 @@ NO_GROUPS = (
 class Printed:
     """A printed command.
 
-    `lacks` has the beginning of each error, one per flag in `missing`; `not_yet` lists the
+    `lacks` holds the beginning of each error, one per flag in `missing`; `not_yet` lists the
     unsupported features.
     """
 

@@ -11,7 +11,7 @@ import pytest
 
 from openrlhf.config import machine
 from openrlhf.config.flags import amend, value_at
-from openrlhf.config.machine import has_quick_bfloat16  # imported before conftest.py replaces it
+from openrlhf.config.machine import has_quick_bfloat16  # before conftest.py patches the function
 from openrlhf.config.optimizer import SCHEDULERS
 from openrlhf.config.options import parse_config
 from openrlhf.config.ppo import PPOConfig
@@ -26,7 +26,7 @@ Explicit = frozenset[str]
 def resolved(config: Any, *explicit: str) -> tuple[Any, str]:
     """Resolve a configuration built in code, which may set flags that commands reject.
 
-    `explicit`: the flags that count as given by the user.
+    Flags in `explicit` count as given by the user.
     """
     given = {path: value_at(config, path) for path in explicit}
     config, notices = amend(config, {"given": given}).resolve(command="train")
@@ -51,17 +51,17 @@ def test_given_run_folder_and_run_name_are_kept() -> None:
     assert (config.run.dir, config.logger.wandb.run_name) == ("here", "mine")
 
 
-def test_interval_of_minus_one_is_kept_as_never() -> None:
+def test_interval_of_minus_one_is_kept_and_means_never() -> None:
     assert (sft().ckpt.save_steps, sft().eval.steps) == (-1, -1)
 
 
-def test_template_without_braces_is_dropped_with_a_notice() -> None:
+def test_input_template_without_braces_is_dropped_with_a_notice() -> None:
     config, notices = resolved(rl(data__input_template="Question:"), "data.input_template")
     assert config.data.input_template is None
     assert "--data.input_template 'Question:' is ignored: it has no {}" in notices
 
 
-def test_template_with_literal_backslash_n_is_kept_with_a_notice() -> None:
+def test_input_template_with_a_literal_backslash_n_is_kept_with_a_notice() -> None:
     config, notices = resolved(rl(data__input_template=r"Q: {}\nA: "))
     assert config.data.input_template == r"Q: {}\nA: "
     assert "not a line break" in notices
@@ -89,7 +89,7 @@ def test_cpu_without_avx512_gets_a_notice_that_bfloat16_is_slow(
 # Attention
 
 
-def test_attention_without_gpu_is_sdpa_with_a_notice_only_if_flash_attention_was_requested(
+def test_attention_without_a_gpu_is_sdpa_with_a_notice_only_if_flash_attention_was_requested(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
     assert sft().ds.attn_implementation == "sdpa"
@@ -101,13 +101,13 @@ def test_attention_without_gpu_is_sdpa_with_a_notice_only_if_flash_attention_was
     )
 
 
-def test_attention_is_flash_attention_with_gpu_and_package(gpu_machine: Any) -> None:
+def test_attention_is_flash_attention_if_a_gpu_and_the_package_exist(gpu_machine: Any) -> None:
     gpu_machine(1)
     assert sft().ds.attn_implementation == "flash_attention_2"
     assert sft("--ds.param_dtype fp32").ds.attn_implementation == "sdpa"
 
 
-def test_requested_flash_attention_falls_back_with_a_notice_if_package_is_missing(
+def test_requested_flash_attention_falls_back_with_a_notice_if_the_package_is_missing(
     gpu_machine: Any, capsys: pytest.CaptureFixture[str]
 ) -> None:
     gpu_machine(1, flash_attention=False)
@@ -129,7 +129,7 @@ def test_requested_flash_attention_falls_back_with_a_notice_if_package_is_missin
     )
 
 
-def test_chosen_attention_is_kept() -> None:
+def test_attention_given_by_the_user_is_kept() -> None:
     assert sft("--ds.attn_implementation eager").ds.attn_implementation == "eager"
 
 
@@ -144,7 +144,7 @@ def test_packing_replaces_attention_that_cannot_separate_samples(gpu_machine: An
 # SFT
 
 
-def test_batch_smaller_than_default_micro_batch_is_one_micro_batch(
+def test_batch_smaller_than_the_default_micro_batch_is_one_micro_batch(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert sft("--train.batch_size 4").train.micro_batch_size == 4
@@ -159,7 +159,7 @@ def test_checkpoints_without_content_get_a_notice() -> None:
     assert "--ckpt.save_steps saves nothing" in notices
 
 
-def test_new_run_gets_a_notice_about_checkpoints_it_will_replace(tmp_path: Path) -> None:
+def test_new_run_gets_a_notice_about_checkpoints_that_it_will_replace(tmp_path: Path) -> None:
     def said(**flags: Any) -> str:
         return resolved(SFTConfig(ckpt=CheckpointConfig(path=str(tmp_path), **flags)))[1]
 
@@ -211,7 +211,9 @@ def test_colocated_roles_have_the_same_size(gpu_machine: Any) -> None:
         ("--actor.eps_clip 0.1 --actor.eps_clip_low_high 0.2 0.28", (0.2, 0.28)),
     ],
 )
-def test_clip_range_has_a_lower_and_an_upper_side(line: str, expected: tuple[float, float]) -> None:
+def test_clip_range_has_a_lower_and_an_upper_bound(
+    line: str, expected: tuple[float, float]
+) -> None:
     assert ppo(line).actor.eps_clip_low_high == expected
 
 
@@ -298,7 +300,7 @@ def test_reinforce_uses_gamma() -> None:
     assert ppo("--algo.advantage.gamma 0.9").algo.advantage.gamma == 0.9
 
 
-def test_generation_only_run_lists_training_flags_without_effect(
+def test_generation_only_run_lists_the_training_flags_without_effect(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
     unused = (
@@ -326,7 +328,7 @@ def test_generation_only_run_lists_training_flags_without_effect(
     assert "--actor.adam.lr, --actor.entropy_coef," in said and "--train.batch_size: no" in said
 
 
-def test_replay_needs_no_reward_and_lists_engine_flags_without_effect(
+def test_replay_needs_no_reward_and_lists_the_engine_flags_without_effect(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
     ppo(
@@ -340,7 +342,7 @@ def test_replay_needs_no_reward_and_lists_engine_flags_without_effect(
     assert not [text for text in resolved(without)[0].check() if "samples have no reward" in text]
 
 
-def test_unset_counts_follow_the_flags_they_default_to() -> None:
+def test_unset_counts_follow_the_flags_that_they_default_to() -> None:
     config = ppo("--rollout.batch_size 256 --vllm.num_engines 2")
     assert config.rollout.vllm_generate_batch_size == 256
     assert config.vllm.max_engines == 2
@@ -360,7 +362,7 @@ def test_dynamic_batches_enable_packing_and_share_their_token_budget(
     assert not ppo().ds.packing_samples
 
 
-def test_engine_data_type_defaults_to_that_of_the_weights() -> None:
+def test_engine_dtype_defaults_to_the_dtype_of_the_weights() -> None:
     assert ppo().vllm.dtype == "bf16"
     assert ppo("--ds.param_dtype fp32").vllm.dtype == "fp32"
     assert ppo("--ds.param_dtype fp32 --vllm.dtype bf16").vllm.dtype == "bf16"
@@ -508,7 +510,7 @@ def test_server_forward_pass_fits_the_longest_text() -> None:
     assert parse("serve_rm", "--max_len 32768").max_batch_tokens == 32768
 
 
-def test_server_uses_an_attention_that_can_run_here() -> None:
+def test_server_uses_an_attention_implementation_that_works_on_this_machine() -> None:
     assert parse("serve_rm").ds.attn_implementation == "sdpa"
 
 
@@ -518,7 +520,7 @@ def test_resolve_is_idempotent(command: str) -> None:
     assert config.resolve(command=command)[0] == config
 
 
-def test_ipo_switch_selects_the_ipo_loss() -> None:
+def test_ipo_flag_selects_the_ipo_loss() -> None:
     assert parse("train_dpo", "--model.ipo_enable").model.loss_type == "ipo"
     assert violations("train_dpo", "--model.ipo_enable --model.loss_type hinge") == [
         "--model.ipo_enable (--model.loss_type ipo) and --model.loss_type hinge contradict each "

@@ -3,10 +3,9 @@
 Setting a flag changes a component's settings, prints a notice, or is rejected by name.
 
 The settings of all components are created from a resolved configuration, without starting any
-component. Passing a whole section to a component proves nothing, because the component may ignore a
-flag. Therefore the objects that such components derive from a section (an optimizer, DeepSpeed's
-configuration) are created here too. For other components, `READERS` lists the modules that read the
-flags.
+component. If a component gets an entire section, it may still ignore some of the flags. Therefore
+the tests also create the objects derived from a section: an optimizer and DeepSpeed's
+configuration. For all other components, `READERS` lists the modules that read the flags.
 """
 
 from __future__ import annotations
@@ -55,8 +54,7 @@ LINES = SMALLEST | {
 EVERY_FLAG = [(command, path) for command, root in COMMANDS.items() for path in flags_of(root)]
 
 NOT_YET = "not available yet"
-# Arguments that set a flag to an effective value, for flags whose other values break a rule or
-# change nothing.
+# Arguments for flags whose generated values would break a rule or change nothing.
 VALUES = {
     "algo.advantage.is_correction_gating": "--algo.advantage.is_correction_gating tv",
     "actor.dual_clip": "--actor.dual_clip 3",
@@ -67,18 +65,18 @@ VALUES = {
     "critic.freezing_steps": "--critic.freezing_steps 2",
     "plugin": "",
 }
-# Additional arguments without which a flag has no effect.
+# Additional arguments that a flag needs to have an effect.
 BESIDE = {
     "vllm.disable_prefix_caching": "--rollout.n_samples_per_prompt 2",
     "vllm.enable_prefix_caching": "--eval.n_samples_per_prompt 1",
 }
-# Requirements that notices describe in words instead of a flag name, and arguments that meet them.
+# Arguments that meet requirements, keyed by the wording of the requirement in notices.
 ASKED_FOR = {
     "--ckpt.save_steps": "--ckpt.save_steps 1",
     "a critic (--algo.advantage.estimator gae)": "--algo.advantage.estimator gae",
 }
-# Modules that receive whole sections or read flags, keyed by command. Each flag must be in one of
-# them as `section.flag`.
+# Modules that receive entire sections or read flags, keyed by command.
+# Each flag must be read as `section.flag` in at least one module.
 TRAINING = (
     "launch.offline trainers.tasks trainers.supervised trainers.best observability.recorder "
     "observability.trackers models.adapters"
@@ -122,10 +120,10 @@ ALSO_CALLED = {
     "kto": {"flags"},
     "critic": {"optimizer"},
 }
-# Flags that take effect elsewhere, and the test that shows the effect of each.
+# For flags that take effect in other modules, the test that shows the effect.
 SHOWN_BY = {
-    "model.ipo_enable": "config/test_derived.py::test_ipo_switch_selects_the_ipo_loss",
-    "plugin": "config/test_plugins.py::test_names_and_traits_that_a_plugin_registers_are_used",
+    "model.ipo_enable": "config/test_derived.py::test_ipo_flag_selects_the_ipo_loss",
+    "plugin": "config/test_plugins.py::test_names_and_traits_registered_by_a_plugin_are_used",
     "local_rank": "cli/test_commands.py::test_command_after_deepspeed_local_rank_is_recognized",
     "rollout.remote_engines": ("config/test_derived.py::test_unused_remote_engines_get_a_notice"),
 }
@@ -158,7 +156,7 @@ def resolved(command: str, line: str) -> tuple[Any, list[str]]:
     return amend(COMMANDS[command](), {**given, "given": given}).resolve(command=command)
 
 
-# ---- what components receive
+# ---- settings passed to components
 
 
 def shown(value: Any) -> Any:
@@ -229,10 +227,10 @@ def given_to_all(config: Any) -> Iterator[Any]:
         yield optimizer_of(config.actor)
         yield optimizer_of(config.critic)
         yield deepspeed_of(config)
-        yield config.ds.sleeps  # a value that the training engine reads
+        yield config.ds.sleeps  # read by the training engine
         yield training_config(config.ds, max_norm=config.actor.max_norm, ranks=2)
         yield settings.trained_settings(config, "m", 1)
-        yield config.local_teacher, config.ds.lora.served_rank  # values that run.py passes on
+        yield config.local_teacher, config.ds.lora.served_rank  # passed on by run.py
         yield MicroBatchLimits.of_training(config.train, config.ds)
         yield plan_placement(config, kind)
         yield settings.transport(config, kind)
@@ -252,9 +250,9 @@ def everything(config: Any) -> list[Any]:
 
 
 def reason(notices: list[str], path: str) -> str:
-    """Return the reason that the notices give for a flag that has no effect.
+    """Return the notices' explanation of why a flag has no effect.
 
-    A reason is, for example, "without --ds.zero_stage 2 or 3".
+    An example of an explanation is "without --ds.zero_stage 2 or 3".
     """
     for text in notices:
         names, found, why = text.removesuffix(".").partition(": no effect ")
@@ -266,7 +264,7 @@ def reason(notices: list[str], path: str) -> str:
 def followed(command: str, advice: str) -> str:
     """Return the arguments that follow the first suggestion in a notice.
 
-    For "--ds.zero_stage 2 or 3", these arguments set the flag to 2.
+    For example, "--ds.zero_stage 2 or 3" gives "--ds.zero_stage 2".
     """
     flags, first = flags_of(COMMANDS[command]), advice.partition(" or ")[0]
     if first in ASKED_FOR:
@@ -279,9 +277,7 @@ def followed(command: str, advice: str) -> str:
 
 
 def enabling(command: str, flag: Flag, line: str) -> str:
-    """Return the arguments that must be added before a flag has an effect, according to the
-    notices.
-    """
+    """Return the arguments that a flag needs to have an effect, according to the notices."""
     more = ""
     while True:
         _, notices = resolved(command, f"{line} {more}")
@@ -296,7 +292,9 @@ def enabling(command: str, flag: Flag, line: str) -> str:
 
 
 @pytest.mark.parametrize(("command", "path"), EVERY_FLAG)
-def test_flag_has_an_effect_or_a_notice_that_it_has_none(command: str, path: str) -> None:
+def test_flag_has_an_effect_or_a_notice_reports_that_it_has_no_effect(
+    command: str, path: str
+) -> None:
     flag = flags_of(COMMANDS[command])[path]
     evaluates = "eval.n_samples_per_prompt" in flags_of(COMMANDS[command])
     beside = (
@@ -316,7 +314,7 @@ def test_flag_has_an_effect_or_a_notice_that_it_has_none(command: str, path: str
     if why in ("with this command", FOR_OLDER_SCRIPTS) or (
         why and path in refused_flags(COMMANDS[command])
     ):
-        return  # no effect in this command, or not until its feature is supported
+        return  # the flag has no effect in the command, or its feature is not supported yet
     more = enabling(command, flag, line)
     if why and not more:
         return
@@ -340,7 +338,7 @@ def is_read(command: str, path: str) -> bool:
 
 @cache
 def reads(module: str) -> set[tuple[str, str]]:
-    """Return each `name.attribute` in a module."""
+    """Return the (name, attribute) pairs accessed in a module."""
     nodes = [
         node
         for node in ast.walk(package()[f"openrlhf.{module}"].tree)

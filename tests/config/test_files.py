@@ -43,7 +43,7 @@ def written(config: Command, folder: Path) -> Path:
 
 
 @pytest.mark.parametrize(("command", "line"), CASES)
-def test_written_file_gives_the_same_configuration_again(
+def test_written_file_is_read_back_as_the_same_configuration(
     command: str, line: str, tmp_path: Path
 ) -> None:
     config = {"train_sft": sft, "train_ppo_ray": ppo}[command](
@@ -56,7 +56,7 @@ def test_written_file_gives_the_same_configuration_again(
     assert dump_yaml(again, given_only=True) == file.read_text()
 
 
-def test_file_has_given_values_and_resolved_file_has_every_value() -> None:
+def test_file_has_the_given_values_and_the_resolved_file_has_all_values() -> None:
     config = ppo("--pretrain m --actor.policy_loss_type gspo")
     given = yaml.safe_load(dump_yaml(config, given_only=True))
     assert given["actor"] == {"model_name_or_path": "m", "policy_loss_type": "gspo"}
@@ -69,7 +69,7 @@ def test_file_has_given_values_and_resolved_file_has_every_value() -> None:
 
 
 def test_resolved_file_is_refused_as_a_configuration_file(tmp_path: Path) -> None:
-    """Its derived values would not follow changes to other flags."""
+    """The derived values in the resolved file would not follow changes to other flags."""
     file = tmp_path / "config_resolved.yaml"
     file.write_text(dump_yaml(ppo("")))
     with pytest.raises(
@@ -79,7 +79,7 @@ def test_resolved_file_is_refused_as_a_configuration_file(tmp_path: Path) -> Non
         load("train_ppo_ray", file)
 
 
-# Values derived by a run, and a flag that must change them when the run's file is used again.
+# Each row has a run's flags, a flag added on reuse of its file, and the new derived value.
 FOLLOWED = [
     ("", "--ds.param_dtype fp32", "vllm.dtype", "fp32"),
     ("", "--actor.policy_loss_type cispo", "actor.eps_clip_low_high", (1.0, 0.28)),
@@ -102,7 +102,7 @@ def test_derived_values_follow_a_flag_that_overrides_the_run_file(
     assert value_at(config, path) == value
 
 
-def test_values_in_a_run_file_are_not_derived_again(tmp_path: Path) -> None:
+def test_explicit_values_in_a_run_file_are_not_derived_again(tmp_path: Path) -> None:
     line = "--ds.param_dtype fp32 --vllm.dtype bf16 --actor.eps_clip_low_high 0.1 0.2"
     config = load(
         "train_ppo_ray", written(ppo(line), tmp_path), "--actor.policy_loss_type", "cispo"
@@ -221,7 +221,7 @@ def test_null_means_not_given_unless_the_flag_has_a_default(tmp_path: Path) -> N
     assert load("train_sft", file).data.input_template is None
 
 
-def test_flags_of_a_single_launch_are_not_written() -> None:
+def test_flags_that_concern_only_a_single_launch_are_not_written() -> None:
     written = yaml.safe_load(dump_yaml(sft("--dry_run --local_rank 3 --logger.wandb.key secret")))
     assert "dry_run" not in written and "local_rank" not in written
     assert "key" not in written["logger"]["wandb"]
@@ -232,7 +232,7 @@ def test_values_in_a_file_count_as_given(tmp_path: Path) -> None:
         ppo("--ref.num_gpus_per_node 1 --train.colocate_actor_ref --algo.kl.init_coef 0"), tmp_path
     )
     config = load("train_ppo_ray", file, "--actor.num_gpus_per_node", "2")
-    assert config.ref.num_gpus_per_node == 1  # the file's value, not the policy's size
+    assert config.ref.num_gpus_per_node == 1  # the file's value, not the policy's GPU count
     assert type(config) is PPOConfig and type(sft()) is SFTConfig
 
 
@@ -278,19 +278,19 @@ def test_comma_in_a_single_path_is_part_of_the_path(home: Path) -> None:
     assert sft("--run.dir=~/a,~/b").run.dir == f"{home}/a,~/b"
 
 
-def test_written_files_have_the_path_with_expanded_tilde(home: Path) -> None:
+def test_written_files_contain_paths_with_expanded_tildes(home: Path) -> None:
     config = sft("--ckpt.path=~/c")
     assert CheckpointManager(config.ckpt).root == home / "c"
     assert yaml.safe_load(dump_yaml(config, given_only=True))["ckpt"]["path"] == f"{home}/c"
 
 
 @pytest.mark.parametrize("command", COMMANDS)
-def test_flag_with_files_or_folders_in_its_help_declares_what_it_holds(command: str) -> None:
+def test_flag_whose_help_mentions_files_or_folders_declares_its_content(command: str) -> None:
     def names_a_path(flag: Flag) -> bool:
         words = flag.help.lower().replace(",", " ").replace(".", " ").split()
         return flag.kind is str and bool({"file", "files", "folder", "folders", "py"} & set(words))
 
     flags = [
         flag for flag in flags_of(COMMANDS[command]).values() if not flag.path.endswith("split")
-    ]  # the flag names a split, not a file
+    ]  # `split` flags name a split, not a file
     assert [flag.path for flag in flags if names_a_path(flag) and not flag.holds] == []

@@ -94,7 +94,7 @@ def test_batch_inference_uses_all_gpus_by_default(gpu_machine: Any) -> None:
     assert parse(BATCH, "--vllm.num_engines 3").vllm.num_engines == 3
 
 
-def test_model_of_an_old_scoring_command_becomes_the_reward_model() -> None:
+def test_model_flag_of_an_old_scoring_command_sets_the_reward_model() -> None:
     config = parse(BATCH, "--eval_task rm")
     assert config.reward.models == ["m"]
     assert parse(BATCH, "").reward.models == []
@@ -103,7 +103,7 @@ def test_model_of_an_old_scoring_command_becomes_the_reward_model() -> None:
 
 @pytest.mark.parametrize("command", [CHAT, BATCH])
 @pytest.mark.parametrize(("max_len", "answer"), [("4096", 1024), ("1024", 512), ("2", 1)])
-def test_answer_may_take_half_of_a_short_context(command: str, max_len: str, answer: int) -> None:
+def test_answer_may_use_half_of_a_short_context(command: str, max_len: str, answer: int) -> None:
     assert parse(command, f"--max_len {max_len}").rollout.max_new_tokens == answer
     assert (
         parse(
@@ -125,7 +125,7 @@ def test_length_defaults_to_the_context_length_of_the_model_if_shorter(
     default, answer = lengths("")
     (tmp_path / "config.json").write_text('{"max_position_embeddings": 96}')
     assert lengths("") == (96, None if command == "eval" else 48)
-    # the user's length, which is rejected later, when the model is loaded
+    # A length given by the user is kept, and rejected only when the model is loaded.
     assert lengths("--data.max_len 512")[0] == 512
     (tmp_path / "config.json").write_text('{"max_position_embeddings": 100000}')
     assert lengths("") == (default, answer)
@@ -142,7 +142,7 @@ def test_config_json_in_the_working_directory_is_ignored_without_a_model(
     assert parse(BATCH, line).data.max_len == 2048
 
 
-def test_flag_of_the_other_task_gets_a_notice(capsys: pytest.CaptureFixture[str]) -> None:
+def test_flag_of_another_task_gets_a_notice(capsys: pytest.CaptureFixture[str]) -> None:
     parse(BATCH, "--task rm --best_of_n 2")
     parse(BATCH, "--post_processor rs")
     errors = capsys.readouterr().err

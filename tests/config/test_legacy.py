@@ -18,8 +18,8 @@ from openrlhf.config.options import ConfigError, changed_flags, parse_config
 from openrlhf.config.ppo import PPOConfig
 from tests.config.commands import ROOTS, WITH_OLD, parse, ppo, read_flags, sft, violations
 
-# Each row has a command, an old name with its value, and the resulting values by path. There is one
-# row for each kind of name and for each exception.
+# Each row has a command, an old name with its value, and the resulting values by path.
+# The table has one row for each kind of name and for each exception.
 RENAMED = [
     ("train_sft", "--pretrain m", {"model.model_name_or_path": "m"}),
     ("train_sft", "--learning_rate 1e-4", {"adam.lr": 1e-4}),
@@ -76,7 +76,7 @@ RENAMED = [
      "--algo.correction.band 0.5 2",
      {"algo.advantage.is_correction_level": "seq", "algo.advantage.is_correction_mode": "clip",
       "algo.advantage.is_correction_threshold": (0.0, 2.0)}),
-    # Without a preset, earlier releases did not use this threshold.
+    # Without a preset, earlier releases ignored --algo.advantage.is_correction_threshold.
     ("train_ppo_ray",
      "--algo.correction.level token --algo.correction.mode clip --algo.correction.band 0.5 2 "
      "--algo.advantage.is_correction_threshold 0.1 9",
@@ -186,7 +186,7 @@ def test_every_flat_name_of_the_old_command_is_accepted(command: str) -> None:
 
 
 @pytest.mark.parametrize("command", ROOTS)
-def test_no_alias_hides_a_current_flag(command: str) -> None:
+def test_no_alias_shadows_a_current_flag(command: str) -> None:
     flags = flags_of(ROOTS[command])
     assert not legacy.aliases(flags).keys() & flags.keys()
     assert (
@@ -232,7 +232,7 @@ def test_every_correction_of_earlier_releases_is_accepted_from_their_files(
     assert advantage.is_correction_threshold == (low, 2.0)
 
 
-def test_resumed_run_with_an_old_correction_reports_no_change(tmp_path: Path) -> None:
+def test_resumed_run_with_an_old_correction_flag_reports_no_changed_flags(tmp_path: Path) -> None:
     line = "--algo.advantage.is_correction_level seq --algo.advantage.is_correction_mode clip"
     config = ppo(f"{line} --algo.advantage.is_correction_threshold 0 2")
     before = (
@@ -263,7 +263,7 @@ def test_resumed_run_with_a_truncating_preset_keeps_its_threshold(
     assert "4.0" in changed
 
 
-def test_preset_without_its_switch_has_no_effect_next_to_a_current_mode() -> None:
+def test_preset_without_its_enable_flag_has_no_effect_if_a_current_mode_is_set() -> None:
     line = "--algo.advantage.is_correction_type tis --algo.advantage.is_correction_mode mask"
     given, (notice,) = read_flags(PPOConfig, line.split(), command="train_ppo_ray")
     assert given == {"algo.advantage.is_correction_mode": "mask"}
@@ -271,7 +271,7 @@ def test_preset_without_its_switch_has_no_effect_next_to_a_current_mode() -> Non
     assert "--algo.advantage.is_correction_level" in notice
 
 
-def test_level_off_in_a_file_is_text_and_not_a_boolean(tmp_path: Path) -> None:
+def test_level_off_in_a_file_is_read_as_text_instead_of_a_boolean(tmp_path: Path) -> None:
     file = tmp_path / "config.yaml"
     file.write_text("algo.advantage.is_correction_level: off\n")
     given, _ = read_flags(PPOConfig, ["--config", str(file)], command="train_ppo_ray")
@@ -346,7 +346,7 @@ def test_length_in_a_file_is_kept_with_an_old_answer_length(
     assert (config.data.max_len, config.rollout.max_new_tokens) == (8192, 8)
 
 
-def test_old_length_that_is_not_a_number_is_named() -> None:
+def test_error_names_an_old_length_that_is_not_a_number() -> None:
     assert violations("train_ppo_ray", "--prompt_max_len long") == [
         "--prompt_max_len takes a whole number, not 'long'."
     ]
@@ -395,12 +395,12 @@ def test_launch_script_of_an_old_release_runs() -> None:
     assert config.ds.packing_samples and config.local_rank == 0
 
 
-def test_old_names_of_another_command_are_unknown() -> None:
+def test_old_names_of_other_commands_are_unknown() -> None:
     with pytest.raises(ConfigError, match="train_sft has no flag --prompt_data"):
         sft("--prompt_data x")
 
 
-def test_local_ppo_command_accepts_rl_names() -> None:
+def test_local_ppo_command_accepts_the_old_names_of_rl_flags() -> None:
     line = (
         "--pretrain m --prompt_data d --advantage_estimator reinforce --label_key l "
         "--reward.verifier math"
@@ -428,7 +428,7 @@ def test_local_ppo_command_accepts_rl_names() -> None:
         ("train_sft", "--pretrain m", {"attn_implementation", "param_dtype"}),
     ],
 )
-def test_script_with_flat_flags_gets_one_notice_about_changed_defaults(
+def test_script_with_flat_flags_gets_a_single_notice_about_changed_defaults(
     command: str, line: str, named: set[str]
 ) -> None:
     groups = [(part.split()[0], part.split()[1:]) for part in line.split("--")[1:]]

@@ -10,7 +10,7 @@ import pytest
 
 from openrlhf.config import machine
 
-INSTALLED = machine.installed_gpus  # saved here because a fixture in conftest.py replaces it
+INSTALLED = machine.installed_gpus  # the original function, which conftest.py patches
 
 
 @pytest.mark.parametrize(
@@ -35,7 +35,7 @@ def test_devices_are_counted_from_the_driver_files(
     assert INSTALLED.__wrapped__() == 2
 
 
-def test_devices_are_counted_with_nvidia_smi_without_driver_files(
+def test_devices_are_counted_with_nvidia_smi_if_there_are_no_driver_files(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     program = tmp_path / "nvidia-smi"
@@ -52,7 +52,7 @@ def test_devices_are_counted_with_nvidia_smi_without_driver_files(
 def test_devices_of_a_joined_ray_cluster_take_precedence(
     cluster: int, gpu_machine, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Devices hidden from this process count too, because Ray hides devices from a job's driver."""
+    """Devices hidden from the process count too, because Ray hides devices from a job's driver."""
     gpu_machine(4)
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
     monkeypatch.setattr(machine, "cluster_gpus", cluster)
@@ -69,7 +69,7 @@ def test_devices_of_a_joined_ray_cluster_take_precedence(
         ("10.0.0.1:6379", False, True),
     ],
 )
-def test_ray_may_run_if_an_address_or_a_file_points_to_it(
+def test_ray_may_be_running_if_an_address_or_a_file_refers_to_a_cluster(
     address: str | None, noted: bool, may: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.delenv("RAY_ADDRESS", raising=False)
@@ -88,7 +88,7 @@ def test_world_size_is_read_from_the_launcher_environment(monkeypatch: pytest.Mo
     assert machine.world_size() == 4
 
 
-def test_garbage_collection_resumes_after_failed_quick_imports() -> None:
+def test_garbage_collection_resumes_if_quick_imports_fail() -> None:
     with pytest.raises(ImportError), machine.quick_imports():
         assert not gc.isenabled()
         raise ImportError

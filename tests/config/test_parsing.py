@@ -17,7 +17,7 @@ from openrlhf.config.supervised import DPOConfig, SFTConfig
 from tests.config.commands import ROOTS, SMALLEST, TRAINING, parse, ppo, read_flags, sft, violations
 
 
-def test_values_are_set_at_the_path_of_their_flag() -> None:
+def test_values_are_stored_at_the_path_of_their_flag() -> None:
     config = ppo("--ds.zero_stage 3 --actor.adam.lr 2e-6 --algo.kl.init_coef=0")
     assert (config.ds.zero_stage, config.actor.adam.lr, config.algo.kl.init_coef) == (3, 2e-6, 0)
     assert config.critic.adam.lr == 9e-6
@@ -32,7 +32,7 @@ def test_error_for_an_ambiguous_prefix_lists_the_candidates() -> None:
         sft("--adam. 1")
 
 
-def test_switch_takes_no_value_and_may_have_an_opposite() -> None:
+def test_switch_takes_no_value_and_may_have_a_negated_form() -> None:
     assert sft("--ds.packing_samples").ds.packing_samples
     assert not sft("--muon.no_nesterov").muon.nesterov
     assert sft("--muon.no_nesterov --muon.nesterov").muon.nesterov
@@ -120,7 +120,9 @@ def test_misspelled_flag_error_suggests_the_most_similar_flag_first(
 
 
 @pytest.mark.parametrize("typed", ["--ds", "--ds.", "--ds.lora."])
-def test_section_without_a_flag_suggests_the_help_of_the_section(typed: str) -> None:
+def test_error_for_a_section_without_a_flag_name_suggests_the_help_of_the_section(
+    typed: str,
+) -> None:
     section = f"{typed.removeprefix('--').rstrip('.')}."
     (sentence,) = violations("train_sft", f"{typed} 1")
     assert sentence.startswith(f"train_sft has no flag {typed}.")
@@ -131,7 +133,7 @@ def test_unknown_flag_without_close_match_gets_no_suggestion() -> None:
     assert violations("train_sft", "--xyzzy") == ["train_sft has no flag --xyzzy."]
 
 
-def test_words_that_belong_to_no_flag_are_an_error() -> None:
+def test_words_that_belong_to_no_flag_raise_an_error() -> None:
     assert violations("train_sft", "--ds.packing_samples yes") == [
         (
             "--ds.packing_samples is a switch and takes no value, not even true or "
@@ -226,7 +228,7 @@ def test_parsing_without_a_file_imports_no_heavy_libraries() -> None:
     assert done.returncode == 0, done.stderr
 
 
-def test_mistake_exits_with_status_2_and_a_message_on_stderr() -> None:
+def test_command_line_mistake_exits_with_status_2_and_a_message_on_stderr() -> None:
     done = run_driver("train_sft", "--train.batchsize", "3")
     assert done.returncode == 2
     assert "Did you mean --train.batch_size" in done.stderr
@@ -258,7 +260,7 @@ def test_minimal_command_lines_are_valid(command: str) -> None:
         ("train_sft", "--perf yes", ""),
     ],
 )
-def test_words_after_a_current_or_old_switch_are_an_error(
+def test_words_after_a_current_or_old_switch_raise_an_error(
     command: str, line: str, path: str
 ) -> None:
     (sentence,) = violations(command, line)
@@ -323,14 +325,16 @@ def test_violations_caused_by_another_mistake_are_not_reported() -> None:
             f"{line} --train.batchsize 8 --rollout.batch_size 4".split(),
             command="train_ppo_ray",
         )
-    # no violation that concerns the default --train.batch_size of 128
+    # The default --train.batch_size of 128 is not reported as a violation.
     assert len(caught.value.violations) == 1
     assert violations("train_ppo_ray", "--ds.experts_implementation eager") == [
         "--ds.experts_implementation eager is not available yet: leave it out."
     ]
 
 
-def test_any_number_of_old_names_gets_a_single_notice(capsys: pytest.CaptureFixture[str]) -> None:
+def test_old_names_get_a_single_notice_however_many_there_are(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
     sft("--max_len 4096 --train_batch_size 256 --max_samples 5000 --zero_stage 2 --bf16")
     (line,) = capsys.readouterr().err.splitlines()
     assert line.startswith("[notice] --max_len is now --data.max_len; --train_batch_size is now ")
@@ -350,7 +354,7 @@ def test_any_number_of_old_names_gets_a_single_notice(capsys: pytest.CaptureFixt
         (DPOConfig, "orpo", "--model.loss_type"),
     ],
 )
-def test_help_finds_flags_of_choices_and_methods(
+def test_help_for_a_choice_or_method_lists_its_flags(
     root: type[Any], word: str, found: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
     with pytest.raises(SystemExit):
@@ -367,7 +371,7 @@ def test_help_for_the_estimator_flag_names_methods(capsys: pytest.CaptureFixture
     assert "dr_grpo: Dr. GRPO" in printed
 
 
-def test_short_help_lists_required_flags_first_and_help_word_finds_flags(
+def test_short_help_lists_required_flags_first_and_help_for_a_word_finds_flags(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
     def printed(*words: str) -> str:

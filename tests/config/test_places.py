@@ -17,7 +17,7 @@ CHECKPOINTED = {"ckpt.save_steps": 5}
 
 
 def with_values(command: str, values: dict[str, Any]) -> Any:
-    """Return the unresolved configuration of a command with these values by path."""
+    """Return a command's unresolved configuration with the given values, keyed by path."""
     root = COMMANDS[command]
     known = {
         path: value for path, value in (CHECKPOINTED | values).items() if path in flags_of(root)
@@ -77,7 +77,7 @@ def test_output_that_overwrites_an_input_is_refused(
     assert sources
     for source in sources:
         if output.path == "rollout.dump_dir" and source.path == "rollout.replay_dir":
-            continue  # a replay writes nothing
+            continue  # a replay writes no episodes
         config = with_values(command, {source.path: value_of(source, reads), output.path: spelled})
         sentences = refusals(config)
         assert len(sentences) == 1, source.path
@@ -192,7 +192,7 @@ def parse_unchecked(line: str) -> Any:
     return with_values("train_ppo_ray", values)
 
 
-def test_model_in_a_folder_is_described(tmp_path: Path) -> None:
+def test_description_names_the_model_in_a_folder(tmp_path: Path) -> None:
     assert model_in(str(tmp_path)) is None
     (tmp_path / "config.json").write_text(json.dumps({"architectures": ["Qwen2ForCausalLM"]}))
     assert str(model_in(str(tmp_path))).startswith("Qwen2ForCausalLM")

@@ -24,7 +24,7 @@ TABLES = (choices.ESTIMATORS, choices.POLICY_LOSSES, choices.CORRECTIONS, choice
 
 @pytest.fixture
 def plugin(tmp_path: Path) -> Iterator[Path]:
-    """Write a plug-in file, and unregister the names it registers after the test."""
+    """Write a plug-in file, and unregister the plug-in's names after the test."""
     before = [dict(table) for table in TABLES]
     file = tmp_path / "mine.py"
     file.write_text(PLUGIN)
@@ -34,7 +34,7 @@ def plugin(tmp_path: Path) -> Iterator[Path]:
             del table[name]
 
 
-def test_names_and_traits_that_a_plugin_registers_are_used(plugin: Path) -> None:
+def test_names_and_traits_registered_by_a_plugin_are_used(plugin: Path) -> None:
     line = f"--plugin {plugin} --algo.advantage.estimator mine --actor.policy_loss_type my_loss"
     (sentence,) = violations("train_ppo_ray", line)
     assert "--algo.advantage.estimator mine compares the samples of a prompt" in sentence
@@ -49,7 +49,9 @@ def test_plugin_is_imported_once_per_process(plugin: Path) -> None:
         ppo(f"--plugin {plugin} --algo.advantage.estimator mine --rollout.n_samples_per_prompt 2")
 
 
-def test_several_plugins_may_be_given_in_either_syntax(plugin: Path, tmp_path: Path) -> None:
+def test_several_plugins_may_be_given_as_a_list_or_by_repeating_the_flag(
+    plugin: Path, tmp_path: Path
+) -> None:
     others = [tmp_path / "b.py", tmp_path / "c.py"]
     for other in others:
         other.write_text("")
@@ -143,7 +145,7 @@ assert ppo(line + "my_clipped_loss").actor.eps_clip_low_high == (0.5, 0.25)
         ("my_mean", "seq clip 0.5 3.0"),
     ],
 )
-def test_algorithms_that_a_plugin_registers_become_choices(
+def test_algorithms_registered_by_a_plugin_become_flag_choices(
     preset: str, correction: str, tmp_path: Path
 ) -> None:
     """The plug-in registers estimators, losses, KL estimators and corrections.
@@ -159,7 +161,7 @@ def test_algorithms_that_a_plugin_registers_become_choices(
     assert done.stdout.split() == correction.split()
 
 
-def test_level_of_a_correction_preset_that_does_not_exist_is_rejected(
+def test_correction_preset_with_a_nonexistent_level_is_rejected(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setitem(choices.CORRECTIONS, "mine", ("word", "clip"))
@@ -211,7 +213,7 @@ def test_entry_points_of_installed_packages_are_loaded_without_a_flag() -> None:
         assert config.estimator.per_group and config.plugin == ()
 
 
-def test_error_names_the_package_of_a_failed_plugin_each_time(installed: Path) -> None:
+def test_error_names_the_package_of_a_failed_plugin_on_every_attempt(installed: Path) -> None:
     (installed / "installed_plugin.py").write_text("1 / 0\n")
     named = (
         r"plug-in first = installed_plugin of the installed package my-package failed: "

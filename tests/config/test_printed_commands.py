@@ -36,7 +36,7 @@ def violations(printed: Printed, more: str = "") -> list[str]:
 
 @each_printed
 @pytest.mark.parametrize("gpus", [0, 8])
-def test_printed_command_reports_everything_it_lacks_at_once(
+def test_printed_command_reports_all_its_missing_flags_at_once(
     printed: Printed, gpus: int, gpu_machine: Callable[..., None]
 ) -> None:
     """The reported errors are the same on a laptop and on a machine with eight GPUs.
@@ -52,7 +52,7 @@ def test_printed_command_reports_everything_it_lacks_at_once(
 
 @each_printed
 @pytest.mark.parametrize("gpus", [0, 8])
-def test_printed_command_with_the_missing_flags_is_accepted_except_unavailable_features(
+def test_printed_command_with_the_missing_flags_is_accepted_except_for_unavailable_features(
     printed: Printed, gpus: int, gpu_machine: Callable[..., None]
 ) -> None:
     gpu_machine(gpus, flash_attention=gpus > 0)
@@ -63,20 +63,20 @@ def test_printed_command_with_the_missing_flags_is_accepted_except_unavailable_f
 
 
 @pytest.mark.parametrize("name", ["SFT", "RM", "DPO"])
-def test_actor_of_an_offline_command_becomes_its_model(name: str) -> None:
+def test_actor_flag_of_an_offline_command_sets_its_model(name: str) -> None:
     printed = PRINTED[name]
     given, notices = read_flags(COMMANDS[printed.command], printed.words, command=printed.command)
     assert given["model.model_name_or_path"] == printed.words[1]
     assert notices == ["--actor.model_name_or_path is now --model.model_name_or_path."]
 
 
-def test_old_async_switch_gets_the_same_errors() -> None:
+def test_old_async_switch_causes_the_same_errors_as_the_current_flag() -> None:
     printed = PRINTED["asynchronous PPO"]
     older = Printed(text=printed.text.replace("--train.async_enable", "--async_train"))
     assert violations(older) == violations(printed)
 
 
-# ---- flag names in the 2024 introduction, printed there with one dash, each with a valid value
+# ---- flag names that the 2024 introduction prints with a single dash, with valid values
 
 INTRODUCED = {
     "pretrain": "m",
@@ -88,14 +88,14 @@ INTRODUCED = {
     "train_batch_size": "4",
     "learning_rate": "9e-6",
 }
-# Names that match two current flags, both of which the error must name.
+# Names that match two current flags; the error must name both flags.
 TWO_MEANINGS = {("train_ppo_ray", "learning_rate"): ("--actor.adam.lr", "--critic.adam.lr")}
 NAMES = [(command, name) for command in TRAINING for name in INTRODUCED]
 
 
 @pytest.mark.parametrize("dashes", ["-", "--"])
 @pytest.mark.parametrize(("command", "name"), [pair for pair in NAMES if pair not in TWO_MEANINGS])
-def test_name_from_the_introduction_sets_the_current_flag_with_a_notice(
+def test_flag_name_from_the_introduction_sets_the_current_flag_with_a_notice(
     command: str, name: str, dashes: str
 ) -> None:
     words = [f"{dashes}{name}", INTRODUCED[name]]
@@ -107,7 +107,7 @@ def test_name_from_the_introduction_sets_the_current_flag_with_a_notice(
 
 @pytest.mark.parametrize("dashes", ["-", "--"])
 @pytest.mark.parametrize(("command", "name"), TWO_MEANINGS)
-def test_error_for_a_name_with_two_meanings_lists_both_flags(
+def test_error_for_a_name_that_matches_two_flags_lists_both_flags(
     command: str, name: str, dashes: str
 ) -> None:
     with pytest.raises(ConfigError) as caught:
@@ -116,7 +116,7 @@ def test_error_for_a_name_with_two_meanings_lists_both_flags(
     assert all(flag in sentence for flag in TWO_MEANINGS[command, name])
 
 
-def test_script_with_names_from_the_introduction_is_parsed() -> None:
+def test_script_with_flag_names_from_the_introduction_is_parsed() -> None:
     line = " ".join(f"-{name} {value}" for name, value in INTRODUCED.items())
     words = [*line.replace("-dataset d", "-dataset a,b,c").split(), "--output_key", "answer"]
     config = parse_config(COMMANDS["train_sft"], words, command="train_sft")

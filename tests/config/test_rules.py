@@ -1,4 +1,4 @@
-"""For each rule, a command line that breaks it and the flags that the message must name."""
+"""For each rule, a command line that breaks the rule and the flags that the message must name."""
 
 from __future__ import annotations
 
@@ -23,10 +23,10 @@ from tests.config.commands import COMMANDS, ROOTS, SMALLEST, parse, ppo, read_fl
 from tests.sources import package
 
 SFT, RL = "train_sft", "train_ppo_ray"
-RULE = re.compile(r"\w*(violations|notices)")  # names of functions that yield messages
+RULE = re.compile(r"\w*(violations|notices)")  # matches functions that yield messages
 GROUPS = "--algo.advantage.estimator rloo --rollout.n_samples_per_prompt 2"
 
-# each row: command, flags that break the rule, text that the message must contain
+# Each row has a command, flags that break a rule, and text that the message must contain.
 BROKEN: list[tuple[str, str, str]] = [
     (SFT, "--data.dataset ./gone", "--data.dataset ./gone does not exist"),
     (SFT, "--data.dataset a,gone.jsonl", "--data.dataset gone.jsonl does not exist"),
@@ -294,14 +294,14 @@ def unchecked(command: str, line: str, gpu_machine: Any) -> Any:
     if "flash_attention_2" in line:  # these rules apply only to machines with a GPU
         gpu_machine(1, flash_attention="fp32" in line)
     smallest = SMALLEST[command] if line else ""
-    if "--reward.remote_url" in line:  # two kinds of rewards would be rejected
+    if "--reward.remote_url" in line:  # two reward sources would be rejected
         smallest = smallest.replace("--reward.verifier math", "")
     return resolved(command, f"{smallest} {line}")
 
 
 def resolved(command: str, line: str) -> Any:
     """Return the resolved configuration of a command line without checking its rules."""
-    machine.cluster_gpus = None  # an earlier line may have declared a cluster
+    machine.cluster_gpus = None  # reset, because an earlier command line may declare a cluster
     given, _ = read_flags(COMMANDS[command], line.split(), command=command)
     return amend(COMMANDS[command](), {**given, "given": given}).resolve(command=command)[0]
 
@@ -319,8 +319,7 @@ def test_broken_rule_names_the_flag_and_the_value(
 REWARD_TEST, BATCH, CHAT = "reward_test", "batch_inference", "interactive_chat"
 AGENT = f"--train.agent_func_path {__file__}"
 WIN_RATE = "--task win_rate"
-# Full command lines that break other rules or print a notice, and text that the message must
-# contain.
+# Full command lines that break other rules or print a notice, with the expected text.
 WHOLE_LINES: list[tuple[str, str, str]] = [
     ("eval", "", "The samples have no reward: set --reward.remote_url"),
     ("eval", "", "--model.model_name_or_path is required"),
@@ -489,7 +488,7 @@ def test_every_rule_is_covered_by_a_command_line_that_breaks_it(
 
 
 @pytest.mark.parametrize("sentence", sentences(), ids=lambda each: f"{each.file}:{each.lines[0]}")
-def test_message_names_only_flags_that_a_command_has(sentence: Yield) -> None:
+def test_messages_name_only_flags_that_the_command_has(sentence: Yield) -> None:
     named = re.findall(r"<([a-z]\w*(?:\.\w+)*)>", sentence.text)
     known = {path for root in COMMANDS.values() for path in flags_of(root)}
     assert [name for name in named if name not in known] == []
@@ -642,7 +641,7 @@ def test_launched_processes_must_be_a_multiple_of_the_ranks_that_share_rows(
 
 
 def named_flags(sentence: str) -> list[str]:
-    """Return the parallelism flags in a sentence, with their values."""
+    """Return the parallelism flags that a sentence names, with their values."""
     return re.findall(r"--ds\.(?:ring_attn|tensor_parallel)_size \d+", sentence)
 
 
@@ -674,7 +673,7 @@ def test_outdated_bitsandbytes_is_refused_except_in_a_plan(
     parse(SFT, flags)
 
 
-def test_supported_bitsandbytes_versions_are_those_of_the_extra() -> None:
+def test_supported_bitsandbytes_versions_match_the_version_range_of_the_extra() -> None:
     project = tomllib.loads(Path("pyproject.toml").read_text(encoding="utf-8"))["project"]
     extra = f"bitsandbytes{training_rules.BITSANDBYTES}"
     assert project["optional-dependencies"]["qlora"] == [extra]

@@ -32,7 +32,7 @@ def command(request: pytest.FixtureRequest) -> str:
     return request.param
 
 
-def test_help_json_prints_valid_schema(command: str, capsys: pytest.CaptureFixture[str]) -> None:
+def test_help_json_prints_a_valid_schema(command: str, capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit) as caught:
         parse_config(COMMANDS[command], ["--help_json"], command=command)
     assert caught.value.code == 0
@@ -50,7 +50,7 @@ def test_schema_contains_every_flag(command: str) -> None:
         assert found[path]["description"].startswith(flag.help)
 
 
-def test_schema_accepts_default_of_each_flag(command: str) -> None:
+def test_schema_accepts_the_default_of_each_flag(command: str) -> None:
     root = COMMANDS[command]
     found = properties(json.loads(json.dumps(json_schema(root, command))))
     for path, flag in flags_of(root).items():
@@ -73,7 +73,7 @@ def test_schema_accepts_default_of_each_flag(command: str) -> None:
         ("train.no_such_flag", 1),
     ],
 )
-def test_schema_rejects_wrong_value(path: str, value: object) -> None:
+def test_schema_rejects_invalid_values(path: str, value: object) -> None:
     section, _, leaf = path.partition(".")
     schema = json_schema(COMMANDS["train_sft"], "train_sft")
     with pytest.raises(ValidationError):

@@ -41,7 +41,7 @@ def test_url_secrets_are_masked_and_the_rest_is_shown(url: str, shown: str) -> N
 
 
 @pytest.mark.parametrize("text", HARMLESS)
-def test_texts_without_secrets_are_unchanged(text: str) -> None:
+def test_text_without_secrets_is_unchanged(text: str) -> None:
     assert without_secrets(text) == text
     assert not is_hidden(text)
 
@@ -75,7 +75,7 @@ def _with_secret(flag: Flag) -> Any:
 
 
 @pytest.mark.parametrize("command", COMMANDS)
-def test_no_flag_writes_its_secret(command: str) -> None:
+def test_secret_of_a_flag_is_never_written(command: str) -> None:
     """Test every flag that accepts text, in configuration files and in messages that quote it."""
     root = COMMANDS[command]
     tried = 0
@@ -112,8 +112,8 @@ def test_errors_and_notices_mask_secrets(capsys: pytest.CaptureFixture[str]) -> 
     assert SECRET not in str(ConfigError(next(iter(URLS))))
 
 
-def test_file_with_a_masked_secret_requires_the_flag(tmp_path: Path) -> None:
-    """The file can be used once the command line also gives the flag."""
+def test_file_with_a_masked_secret_requires_the_flag_on_the_command_line(tmp_path: Path) -> None:
+    """The file is accepted if the command line also gives the flag."""
     url = next(iter(URLS))
     file = tmp_path / "config.yaml"
     config = ppo(f"--reward.remote_url {url}")

@@ -44,7 +44,7 @@ def test_flag_has_the_type_default_and_choices_in_the_table(command: str, name: 
         assert list(flag.choices or ()) == expected["choices"]
 
 
-def test_number_of_spellings_matches_the_reference() -> None:
+def test_number_of_flag_spellings_matches_the_reference() -> None:
     spellings: dict[str, int] = {}
     for command, root in ROOTS.items():
         flags = [
@@ -85,7 +85,7 @@ def test_every_flag_parses_in_both_spellings(command: str, name: str) -> None:
 
 
 @pytest.mark.parametrize("command", ROOTS)
-def test_every_flag_has_an_ascii_help_sentence(command: str) -> None:
+def test_every_flag_has_a_help_sentence_in_ascii(command: str) -> None:
     for flag in flags_of(ROOTS[command]).values():
         assert re.fullmatch(r"[ -~]+\.", flag.help), flag.path
         assert flag.section.isascii(), flag.path
@@ -105,7 +105,7 @@ def test_flag_path_equals_attribute_path(command: str) -> None:
         assert value_at(config, flag.path) == flag.default
 
 
-def test_flag_in_nested_sections_is_an_attribute_of_the_innermost_section() -> None:
+def test_flag_of_nested_sections_is_an_attribute_of_the_innermost_section() -> None:
     assert (
         ROOTS["train_sft"]().ds.lora.rank
         == flags_of(ROOTS["train_sft"])["ds.lora.rank"].default

@@ -31,14 +31,14 @@ SAMPLE_COLUMNS = ("group_ids", "rewards", "truncated")
 
 @dataclass(frozen=True, kw_only=True)
 class Pictured(Ragged):
-    """Rows with routed experts per token and image patches per row."""
+    """A batch with routed experts for each token and image patches for each row."""
 
     experts: torch.Tensor = per_token()  # noqa: RUF009 — (N, layers, experts)
     patches: Items = per_item()  # noqa: RUF009 — values (M, pixels)
 
 
 def batch_of(lengths: list[int]) -> Experience:
-    """Return a batch whose columns have distinct entries where the column types allow it."""
+    """Return a batch whose columns have distinct entries if the column's type allows that."""
     tokens, samples = sum(lengths), len(lengths)
     number = torch.arange(tokens)
     return Experience(
@@ -55,7 +55,7 @@ def batch_of(lengths: list[int]) -> Experience:
 
 
 def rows_of(batch: Experience) -> list[tuple[Any, ...]]:
-    """Return each row as lists and numbers."""
+    """Return each row as a tuple of lists and numbers."""
     edges = batch.offsets.tolist()
     return [
         (
@@ -69,13 +69,13 @@ def rows_of(batch: Experience) -> list[tuple[Any, ...]]:
 # ---- rows
 
 
-def test_offsets_are_the_row_starts_and_the_last_end() -> None:
+def test_offsets_are_the_starts_of_the_rows_and_the_end_of_the_last_row() -> None:
     assert offsets_of([2, 3]).tolist() == [0, 2, 5]
     assert offsets_of([]).tolist() == [0]
 
 
 @given(LENGTHS, st.data())
-def test_select_returns_rows_in_given_order(lengths: list[int], data: Any) -> None:
+def test_select_returns_rows_in_the_given_order(lengths: list[int], data: Any) -> None:
     batch = batch_of(lengths)
     wanted = data.draw(st.lists(st.integers(0, len(lengths) - 1), max_size=15))
     rows = rows_of(batch)
@@ -93,7 +93,7 @@ def test_split_equals_selecting_each_part(lengths: list[int], data: Any) -> None
     assert [row for part in parts for row in rows_of(part)] == [rows[i] for i in order]
 
 
-def test_columns_that_are_not_computed_stay_none() -> None:
+def test_columns_that_have_not_been_computed_are_none() -> None:
     batch = batch_of([2, 3])
     assert batch.values is None
     assert batch.select([0]).to("cpu").values is None
@@ -160,7 +160,7 @@ def test_payloads_follow_their_rows(sizes: list[tuple[int, int]], data: Any) -> 
     assert payload_of(back) == of_each_row
 
 
-def test_payload_with_the_wrong_number_of_rows_raises_error_that_names_it() -> None:
+def test_payload_with_the_wrong_number_of_rows_raises_an_error_that_names_the_payload() -> None:
     with pytest.raises(ValueError, match=r"Pictured\.patches has 1 entries.*2 sequences"):
         pictured([2, 1], [3])
 
@@ -188,21 +188,23 @@ def test_num_actions_counts_the_actions_of_each_row() -> None:
 @pytest.mark.parametrize(
     ("column", "entries"), [("tokens", 4), ("advantages", 6), ("rewards", 3), ("group_ids", 1)]
 )
-def test_column_of_wrong_length_raises_error_that_names_it(column: str, entries: int) -> None:
+def test_column_of_the_wrong_length_raises_an_error_that_names_the_column(
+    column: str, entries: int
+) -> None:
     with pytest.raises(
         ValueError, match=rf"Experience\.{column} has {entries} .* 2 sequences with 5 tokens"
     ):
         replace(batch_of([2, 3]), **{column: torch.zeros(entries)})
 
 
-def test_row_with_loss_mask_of_wrong_length_raises_error() -> None:
+def test_row_with_a_loss_mask_of_the_wrong_length_raises_an_error() -> None:
     with pytest.raises(ValueError, match="row 0 has 3 tokens, but 2 "):
         TokenRows.from_lists([[1, 2, 3]], [[True, False]])
     with pytest.raises(ValueError):
         TokenRows.from_lists([[1, 2, 3]], [])
 
 
-def test_row_with_loss_mask_of_wrong_length_raises_error_even_if_totals_match() -> None:
+def test_loss_mask_of_the_wrong_length_raises_an_error_even_if_the_totals_match() -> None:
     with pytest.raises(ValueError, match="row 0 has 3 tokens, but 2 "):
         TokenRows.from_lists([[1, 2, 3], [4, 5]], [[False, True], [False, True, True]])
 
@@ -263,14 +265,14 @@ def test_blocks_contain_each_token_once_within_the_token_budget(
 
 
 @given(LENGTHS, st.integers(1, 40))
-def test_rows_get_no_longer_from_block_to_block(lengths: list[int], budget: int) -> None:
+def test_row_lengths_do_not_increase_from_block_to_block(lengths: list[int], budget: int) -> None:
     widths = [block.real.sum(1) for block in batch_of(lengths).blocks(budget)]
     for longer, shorter in itertools.pairwise(widths):
         assert int(longer.min()) >= int(shorter.max())
 
 
 @given(LENGTHS, st.integers(1, 60), st.none() | st.integers(1, 10), st.booleans())
-def test_similar_rows_contain_each_row_once_within_both_limits(
+def test_similar_rows_contain_each_row_once_and_respect_both_limits(
     lengths: list[int], budget: int, max_rows: int | None, padded: bool
 ) -> None:
     parts = [
@@ -311,7 +313,7 @@ def episode(index: int, sample: int, reward: float | None, stop: StopReason) -> 
     )
 
 
-def test_from_trajectories_keeps_order_of_episodes() -> None:
+def test_from_trajectories_keeps_the_order_of_the_episodes() -> None:
     batch = Experience.from_trajectories(
         [
             episode(4, 0, 1.0, StopReason.STOP),

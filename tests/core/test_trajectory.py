@@ -28,7 +28,7 @@ def finish(builder: TrajectoryBuilder, **fields: Any) -> Trajectory:
     return builder.finish(**values)
 
 
-def test_docstring_example_of_the_builder() -> None:
+def test_builder_example_in_the_docstring_is_correct() -> None:
     builder = TrajectoryBuilder(PROMPT.tokens)
     builder.append_action([5, 1], [-0.1, -0.2])
     trajectory = finish(builder)
@@ -71,12 +71,12 @@ def test_weight_versions_are_distinct_and_sorted_oldest_first() -> None:
     assert finish(builder).weight_versions == (4, 5)
 
 
-def test_append_action_without_all_logprobs_raises_error() -> None:
+def test_append_action_with_missing_logprobs_raises_an_error() -> None:
     with pytest.raises(AssertionError):
         TrajectoryBuilder([7]).append_action([5, 6], [-0.1])
 
 
-def test_lists_of_different_lengths_raise_error() -> None:
+def test_lists_of_different_lengths_raise_an_error() -> None:
     with pytest.raises(AssertionError):
         Trajectory(
             tokens=[1, 2],
@@ -88,7 +88,7 @@ def test_lists_of_different_lengths_raise_error() -> None:
         )
 
 
-def test_sampled_first_token_raises_error() -> None:
+def test_sampled_first_token_raises_an_error() -> None:
     builder = TrajectoryBuilder([])
     builder.append_action([5], [-0.1])
     with pytest.raises(ValueError, match="first token"):
