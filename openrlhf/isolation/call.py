@@ -9,12 +9,11 @@ from openrlhf.core.trajectory import Failure
 
 @dataclass(frozen=True)
 class Asked:
-    """A question that a call sent to the pool's owner, and the answer."""
+    """A call's question to the pool's owner, with its answer."""
 
     question: Any
     answer: Any
-    # False if other code in the process asked during the call; the question may not belong to the
-    # call
+    # False if other code in the process may have asked this question during the call.
     own: bool
 
 
@@ -31,7 +30,7 @@ class UserCodeError(RuntimeError):
 
 
 class ProcessLost(UserCodeError):
-    """Error for a call whose process ended.
+    """Error raised for a call whose process has ended.
 
     `again` states where the call may be retried, or is None if the call itself killed the process.
     """
@@ -45,15 +44,16 @@ class ProcessLost(UserCodeError):
 class UserCall:
     """A user function, its arguments and its deadlines.
 
-    `limit` is the flag that sets `seconds`, for messages. `answer` is called with the index of a
-    question and the question. `asked` collects questions and answers, even if the call fails.
+    `limit` names the flag that sets `seconds`, for use in error messages. `answer` is called with a
+    question's index and the question itself. `asked` collects questions and answers, even if the
+    call fails.
     """
 
     name: str  # name of the call in messages
     target: str  # path/to/file.py:function or package.module:function
     args: tuple[Any, ...] = ()
     kwargs: Mapping[str, Any] = field(default_factory=dict, hash=False)
-    seconds: float  # time limit of the call's own work; restarts after each answer
+    seconds: float  # time limit for the call's own work; restarts after each answer
     limit: str
     total_seconds: float | None = None  # time limit that includes waiting for answers
     total_limit: str = ""
@@ -67,5 +67,5 @@ class Limits:
 
     memory_gib: float
     at_once: int  # concurrent calls
-    # time in seconds for a call to end after its deadline, before its process is killed
+    # seconds that a late call is given to end before its process is killed
     grace: float

@@ -2,8 +2,8 @@
 
 User processes and sandboxed programs use this module, which needs only the standard library and
 Linux system calls that require no privileges. A restriction is permanent for the calling process
-and inherited by its children. If the kernel does not support a restriction, its function raises
-OSError or returns False.
+and inherited by its children. If the kernel does not support a restriction, the function that
+applies the restriction raises OSError or returns False.
 
 The parent of a confined process calls `adopt_orphans` before starting it and `end_all` afterwards.
 A descendant that daemonizes, leaves its session or loses its parent then becomes a child of the
@@ -67,8 +67,9 @@ def limit_processes(count: int, uid: int) -> bool:
     """Limit this process and its descendants to `count` processes and threads in total.
 
     Returns False if the limit could not be set. The kernel counts processes per user and never
-    limits root. Root therefore becomes the otherwise unused user `uid`, and keeps its rights over
-    files and processes. Any other user enters a new user namespace, where the count starts at zero.
+    limits root. A root process therefore switches to the otherwise unused user id `uid`, but keeps
+    its rights over files and processes. A process of any other user enters a new user namespace,
+    where the count starts at zero.
     """
     try:
         if os.geteuid() == 0 or os.geteuid() in UIDS:
@@ -82,7 +83,7 @@ def limit_processes(count: int, uid: int) -> bool:
 
 
 def limit(kind: int, value: int) -> None:
-    """Set the soft and hard limit of a resource to `value`, or to the hard limit if it is lower."""
+    """Set a resource's soft and hard limits to `value`, capped at the current hard limit."""
     hard = resource.getrlimit(kind)[1]
     if hard != resource.RLIM_INFINITY:
         value = min(value, hard)
@@ -92,7 +93,7 @@ def limit(kind: int, value: int) -> None:
 def _change_user(uid: int) -> None:
     _prctl(PR_SET_SECUREBITS, NO_SETUID_FIXUP)
     os.setresuid(uid, uid, uid)
-    # Each of these two capabilities exempts a process from the limit.
+    # A process with either capability is exempt from the process limit.
     keep_capabilities(capabilities() - {CAP_SYS_ADMIN, CAP_SYS_RESOURCE})
     _libc.setfsuid(0)  # files that this process writes belong to root
 
@@ -106,14 +107,14 @@ def _enter_user_namespace() -> None:
 
 
 def capabilities() -> set[int]:
-    """Return the capabilities that this process is permitted to use, as capability numbers."""
+    """Return the numbers of the capabilities that this process is permitted to use."""
     status = Path("/proc/self/status").read_text()
     bits = int(status.partition("CapPrm:")[2].split()[0], 16)
     return {number for number in range(64) if bits >> number & 1}
 
 
 def keep_capabilities(kept: Iterable[int]) -> None:
-    """Drop all capabilities except `kept`; started programs inherit `kept`."""
+    """Drop all capabilities except `kept`, which child programs inherit."""
     bits = sum(1 << number for number in kept)
     low, high = bits & 0xFFFF_FFFF, bits >> 32
     _call(
@@ -130,13 +131,13 @@ def keep_capabilities(kept: Iterable[int]) -> None:
 def restrict_files(*, read: Iterable[str], write: str) -> None:
     """Deny access to all files except the paths in `read` and the writable folder `write`.
 
-    Uses Landlock. Newer versions also deny TCP connections, signals to other processes, and
-    abstract sockets. Raises OSError if the kernel has no Landlock.
+    Uses Landlock. Newer Landlock versions also deny TCP connections, signals to other processes,
+    and abstract sockets. Raises OSError if the kernel has no Landlock.
     """
     version = _call(_libc.syscall(LANDLOCK_CREATE, None, 0, 1))
     every = (1 << {1: 13, 2: 14, 3: 15, 4: 15}.get(version, 16)) - 1
     rules = struct.pack("QQQ", every, BIND_AND_CONNECT, SOCKETS_AND_SIGNALS)
-    size = 8  # number of bytes of `rules` that this version knows
+    size = 8  # number of bytes of `rules` that this Landlock version accepts
     if version >= LANDLOCK_NETWORK:
         size = 16
     if version >= LANDLOCK_SIGNALS:
@@ -163,7 +164,7 @@ def restrict_files(*, read: Iterable[str], write: str) -> None:
 
 
 def restrict_calls() -> None:
-    """Have the kernel reject all system calls that `system_calls` does not list (seccomp).
+    """Have the kernel reject every system call that is not listed in `system_calls` (seccomp).
 
     Raises OSError if the kernel has no seccomp, or if the platform is not x86-64.
     """
@@ -199,7 +200,10 @@ def reap_orphans(child: int) -> None:
 
 
 def killed_some() -> bool:
-    """Kill every descendant of this process. Returns True if there was any, even a zombie."""
+    """Kill every descendant of this process.
+
+    Returns True if there was any descendant, even a zombie.
+    """
     killed = False
     for pid in descendants():
         with suppress(OSError):
@@ -209,7 +213,7 @@ def killed_some() -> bool:
 
 
 def descendants() -> list[int]:
-    """Return the ids of all descendants of this process that /proc currently lists."""
+    """Return the ids of all descendants of this process currently listed in /proc."""
     children: dict[int, list[int]] = {}
     for entry in Path("/proc").iterdir():
         if entry.name.isdigit():

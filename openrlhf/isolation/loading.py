@@ -15,7 +15,7 @@ from typing import Any
 def plain(value: Any) -> Any:
     """Return `value` as built-in numbers, text, lists and dicts; convert tensors with `tolist`.
 
-    Raises TypeError, which names the type, if `value` cannot be converted.
+    Raises TypeError, naming the type, if `value` cannot be converted.
     """
     if value is None or type(value) in (bool, int, float, str, bytes):
         return value
@@ -44,7 +44,7 @@ def load_file(path: Path) -> ModuleType:
         os.environ["PYTHONPATH"] = os.pathsep.join([folder, os.environ.get("PYTHONPATH", "")])
     name = f"user_file_{path.stem}"  # a file named math.py must not replace the math module
     spec = importlib.util.spec_from_file_location(name, path)
-    assert spec and spec.loader  # guaranteed, because the name ends with .py
+    assert spec and spec.loader  # always true for a path that ends with .py
     module = sys.modules[name] = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(module)
     return module
@@ -69,7 +69,7 @@ def load_function(target: str) -> Callable[..., Any]:
 def parameters_of(target: str) -> list[list[Any]] | None:
     """Return [name, kind, required] for each parameter, or None if there is no signature.
 
-    Kinds are named as in `inspect`.
+    Parameter kinds have the names used by `inspect`.
     """
     try:
         signature = inspect.signature(load_function(target))

@@ -30,7 +30,7 @@ LOSSES = (
     # after this number of lost processes, a call that only waited for answers fails or runs alone
     4
 )
-LOG_BYTES = 16 << 20  # logs above this size are shortened
+LOG_BYTES = 16 << 20  # logs larger than this are shortened
 LOG_KEPT = 1 << 20  # bytes kept at each end of a shortened log
 LOG_SECONDS = 1.0  # interval between checks of the log sizes
 T = TypeVar("T")
@@ -41,8 +41,8 @@ class ProcessPool:
 
     The pool can be used from any thread and event loop. A process starts at its first call.
     `memory_gib` limits the data (RLIMIT_DATA) of each process. Output of user code goes to
-    `<name>-<n>.log` in `log_dir`, one file per process, or to stderr without `log_dir`. `Limits`
-    defines `grace` (seconds).
+    `<name>-<n>.log` in `log_dir`, one file per process, or to stderr without `log_dir`. `grace` (in
+    seconds) is defined in `Limits`.
     """
 
     def __init__(
@@ -136,7 +136,7 @@ class ProcessPool:
     async def _close(self) -> None:
         self._keeping_short.cancel()
         await asyncio.gather(self._shared.close(), self._alone.close())
-        # calls that are still raising errors
+        # calls that have not yet raised their errors
         calls = asyncio.all_tasks() - {asyncio.current_task()}
         await asyncio.gather(*calls, return_exceptions=True)
 
@@ -148,7 +148,7 @@ class ProcessPool:
 
 
 def loading(name: str, target: str, *args: Any, seconds: float, limit: str) -> UserCall:
-    """Return the call that loads a user's file, limited to `seconds` or `LOAD_S` if longer."""
+    """Return a call that loads a user's file within `seconds` or `LOAD_S`, whichever is longer."""
     if seconds <= LOAD_S:
         seconds, limit = LOAD_S, f"a larger {limit} allows more"
     return UserCall(name=f"loading {name}", target=target, args=args, seconds=seconds, limit=limit)
@@ -165,14 +165,17 @@ def _load_of(target: str, timeout: float) -> UserCall:
 
 
 class _Processes:
-    """A fixed number of processes, each replaced when it ends. Used from one event loop only."""
+    """A fixed number of processes, each replaced when it ends.
+
+    All calls must come from a single event loop.
+    """
 
     def __init__(self, count: int, limits: Limits, log: Path | None) -> None:
         self.limits = limits
         self.logs = [log and Path(f"{log}-{number}.log") for number in range(count)]
         self._processes = [UserProcess(limits, log) for log in self.logs]
         self._replaced: list[UserProcess] = []  # replaced processes that may still be ending
-        # Calls acquire it in the order in which they arrive.
+        # Calls acquire the semaphore in order of arrival.
         self._places = asyncio.Semaphore(count * limits.at_once)
         self._closed: UserCodeError | None = None
 

@@ -40,13 +40,13 @@ class _Running:
     done: asyncio.Future[Any]
     log_start: int  # size of the log in bytes when the call started
     questions: int = 0  # number of questions asked so far
-    waiting: set[asyncio.Task[None]] = field(default_factory=set)  # tasks that compute its answers
+    waiting: set[asyncio.Task[None]] = field(default_factory=set)  # tasks that compute answers
     clock: asyncio.Timeout  # time limit of the call's own work
     late: str | None = None  # description of the deadline that the call missed
 
 
 class UserProcess:
-    """One process, from its first call to its end, used from one event loop only."""
+    """A user process, from its first call until it ends, used from a single event loop."""
 
     def __init__(self, limits: Limits, log: Path | None) -> None:
         self.limits, self.log = limits, log
@@ -58,7 +58,7 @@ class UserProcess:
         self._calls: dict[int, _Running] = {}
         self._numbers = itertools.count()
         self._connected: asyncio.Task[None] | None = None
-        # The error that remaining calls raise, unless the process ended by itself.
+        # The error raised by the remaining calls, unless the process ended by itself.
         self._ending: UserCodeError | None = None
         self._culprit_known = False
         self.gone = False
@@ -131,8 +131,8 @@ class UserProcess:
                 [sys.executable, "-c", PROGRAM, *map(str, (theirs.fileno(), memory_bytes, uid))],
                 pass_fds=[theirs.fileno()],
                 start_new_session=True,
-                # This pipe is closed to end the process; the kernel closes it if this process is
-                # killed.
+                # Closing this pipe ends the user process.
+                # The kernel closes the pipe if this process is killed.
                 stdin=subprocess.PIPE,
                 stdout=output,
                 stderr=output,
@@ -205,7 +205,7 @@ class UserProcess:
                 self.cut()
 
     def _cancel(self, running: _Running) -> None:
-        if self.limits.at_once == 1:  # the call may block, and the next call must not wait for it
+        if self.limits.at_once == 1:  # a call that blocks must not delay the next call
             self.retiring = True
             self.cut()
         else:
@@ -310,7 +310,7 @@ class UserProcess:
             _set(each.clock, None)
 
     def _write(self, **message: Any) -> None:
-        if self._writer.is_closing():  # the process has ended: `_listen` fails its calls
+        if self._writer.is_closing():  # the process has ended, and `_listen` fails its calls
             return
         try:
             data = pickle.dumps(message, protocol=pickle.HIGHEST_PROTOCOL)
@@ -330,8 +330,8 @@ class UserProcess:
             # A process forked here may hold the pipe open, so closing it may not be enough.
             self.process.terminate()
             loop = asyncio.get_running_loop()
-            # User code may have stopped the process (SIGSTOP), so kill it. The user code dies with
-            # it.
+            # User code may have stopped the process (SIGSTOP), so kill the process and the user
+            # code.
             loop.call_later(END_S, self.process.kill)
             loop.call_later(END_S, self._writer.transport.abort)
 
@@ -353,7 +353,7 @@ def _set(clock: asyncio.Timeout, end: float | None) -> None:
 def _environment() -> dict[str, str]:
     """Return the environment of user processes: this process's environment plus its import path."""
     path = os.pathsep.join(entry or os.getcwd() for entry in sys.path)
-    # If this process is root, the new process becomes a user without an entry in the password file.
+    # A process started by root runs under a user id without an entry in the password file.
     names = {"USER": "root", "HOME": os.path.expanduser("~")} if os.geteuid() == 0 else {}
     return {**names, **os.environ, **ENVIRONMENT, "PYTHONPATH": path}
 

@@ -1,11 +1,12 @@
-"""The program in a user process. It loads the user's functions and runs calls for the pool.
+"""The program that runs in a user process: it loads the user's functions and runs calls.
 
 The pool starts it with the arguments SOCKET MEMORY_BYTES UID. User code runs in a child process, so
 that the parent can kill all processes that user code leaves behind, even if the run was killed. The
 program imports only the standard library; torch is imported only if the user's file imports it.
 Output that user code prints goes to stdout and stderr and is never parsed. Messages go through the
 socket. Messages to the program are pickled. Messages from the program are marshalled: marshal
-carries only built-in data, so no object of user code is unpickled outside.
+carries only built-in data, so objects created by user code are never unpickled outside this
+process.
 
     in   call     a function and its arguments     out  done   the result of a call, or its error
          answer   the answer to a question              ask    a call's question to the pool's owner
@@ -45,8 +46,7 @@ from openrlhf.isolation.loading import load_function, plain
 
 # Maximum number of processes and threads of a user process and its descendants (fork bombs).
 PROCESSES = 512
-# Number of threads for `asyncio.to_thread`, which waiting calls share with late calls that still
-# hang.
+# Number of threads for `asyncio.to_thread`, shared by waiting calls and hanging late calls.
 THREADS = 256
 STACK_BYTES = 2 << 20  # stack size of each thread; stacks count toward the process's memory limit
 MAX_MESSAGE_BYTES = 1 << 26  # maximum size of a message from a user process
@@ -214,11 +214,11 @@ def main(socket_fd: int, memory_bytes: int, uid: int) -> None:
     signal.signal(signal.SIGCHLD, lambda *_: confinement.reap_orphans(child))
     signal.signal(signal.SIGTERM, lambda *_: os.kill(child, signal.SIGKILL))
     select.select([sys.stdin, os.pidfd_open(child)], [], [])
-    # From here on, the handlers of these signals would signal a process that has ended.
+    # From here on, these signal handlers would signal a process that has already ended.
     for number in (signal.SIGTERM, DUMP_SIGNAL):
         signal.signal(number, signal.SIG_IGN)
     code = os.waitstatus_to_exitcode(confinement.end_all(child))
-    if code < 0:  # end by the same signal as the child
+    if code < 0:  # terminate with the same signal as the child
         with suppress(OSError):  # the handler of SIGKILL cannot be set and needs no reset
             signal.signal(-code, signal.SIG_DFL)
         os.kill(os.getpid(), -code)
@@ -238,12 +238,12 @@ def run_user_code(channel: socket.socket, memory_bytes: int, uid: int) -> None:
     with suppress(OSError):
         Path("/proc/self/oom_score_adj").write_text("1000")
     confinement.limit_processes(PROCESSES, uid)
-    confinement.die_with_parent()  # must follow the change of user, which would reset this setting
+    confinement.die_with_parent()  # must follow the change of user, which resets this setting
     channel.set_inheritable(False)
     try:
         Program(channel).serve()
-    # This was raised in a callback or task of user code. Exit before asyncio cancels the other
-    # calls.
+    # A callback or task of user code raised SystemExit.
+    # Exit before asyncio cancels the other calls.
     except SystemExit as end:
         code = end.code or 0
         if not isinstance(code, int):

@@ -2,9 +2,9 @@
 
 A program runs in a temporary folder, without network access, with resource limits and a deadline.
 The program is the child of a launcher process that enforces the deadline and kills all remaining
-processes of the program. Launcher and program have ended when `run_program` returns, or at the
-program's deadline if the caller is killed. `confinement` restricts the program. This module needs
-only the standard library.
+processes of the program. The launcher and the program have ended when `run_program` returns or, if
+the caller is killed, at the program's deadline. The program is restricted by `confinement`. This
+module needs only the standard library.
 """
 
 import json
@@ -62,7 +62,7 @@ class Ran:
     ok: bool  # True if the program exited with status 0 before its deadline
     late: bool  # it timed out
     output: str  # its standard output
-    errors: str  # the last 2000 bytes of its standard error
+    errors: str  # the last 2000 bytes of the program's stderr
 
 
 def run_program(program: str, stdin: str = "", *, seconds: float) -> Ran:
@@ -72,7 +72,7 @@ def run_program(program: str, stdin: str = "", *, seconds: float) -> Ran:
     if the program cannot be started.
     """
     with tempfile.TemporaryFile() as output, tempfile.TemporaryFile() as errors:
-        folder = tempfile.mkdtemp(prefix="sandbox-")  # the launcher removes it
+        folder = tempfile.mkdtemp(prefix="sandbox-")  # the launcher removes this folder
         Path(folder, "program.py").write_text(program, encoding="utf-8", errors="replace")
         uid = random.choice(confinement.UIDS)  # user id of the program if this process runs as root
         try:

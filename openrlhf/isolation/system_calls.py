@@ -2,8 +2,8 @@
 
 Numbers and argument values are for Linux on x86-64. The list contains the calls that the
 interpreter, libc and numerical libraries need for computing, threads, child processes, pipes and
-files. The list contains no calls that reach another process, a network or a device, that change the
-owner, permissions or times of a file, or that later kernels added.
+files. The list excludes calls that reach another process, a network or a device, calls that change
+the owner, permissions or times of a file, and calls added by later kernels.
 """
 
 import errno
@@ -55,13 +55,13 @@ ALLOWED = (
     # faccessat2, epoll_pwait2
     439, 441,
 )  # fmt: skip
-# The newest known call that libc makes on its own. If a newer call is absent, libc uses an older
-# one.
+# The newest known call that libc makes on its own.
+# If a newer call is missing, libc falls back to an older call.
 NEWEST_KNOWN = 334
 
 
 class Checked(NamedTuple):
-    """A system call that is allowed if one of its arguments, masked, has one of `values`."""
+    """A system call that is allowed if one of its arguments, after masking, is in `values`."""
 
     number: int
     argument: int
@@ -99,7 +99,7 @@ Instruction = tuple[int, int, int, int]
 
 
 def seccomp_filter() -> list[bytes]:
-    """Return the instructions of the filter.
+    """Return the instructions of the seccomp filter.
 
     Calls that are not listed fail with EPERM, or with ENOSYS if they are newer than NEWEST_KNOWN.
     """

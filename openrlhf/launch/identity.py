@@ -1,6 +1,7 @@
 """The identity of a run: the values that must match to resume a checkpoint or replay episodes.
 
-An identity maps flags, models and datasets to JSON values. A hash replaces each long value.
+An identity maps flags, models and datasets to JSON values. Long values are replaced by their
+hashes.
 """
 
 import hashlib
@@ -72,8 +73,8 @@ FLAGS: dict[str, list[str]] = {
         "reward.weights",
     ],
 }
-# The --data.* flags that select rows. A request's hash omits them, because it covers the rows
-# themselves.
+# The --data.* flags that select rows.
+# A request's hash covers the rows themselves instead of these flags.
 ROW_FLAGS = ("dataset", "dataset_split", "dataset_probs", "dataloader_num_workers")
 
 Identity = dict[str, Any]
@@ -93,7 +94,7 @@ def offline_identity(task: OfflineTask[Config, Row, Micro], rows: Rows) -> Ident
 def texts_identity(
     task: OfflineTask[Any, Any, Any], rows: Rows, flags: Sequence[str], model: str
 ) -> Identity:
-    """Return the identity of a model, of its tokenized rows, and of the values of `flags`."""
+    """Return the identity of a model, its tokenized rows and the values of `flags`."""
     # A plugin's rows may have any class.
     contents = getattr(rows, "contents", partial(_collated, task, rows))
     return {
@@ -196,7 +197,7 @@ def of_rows(count: int, contents: Iterable[bytes]) -> str:
 def of_model(path: str, *, trust_remote_code: bool = False) -> str:
     """Return the architecture of a model and a hash of its weights.
 
-    For a model on the Hub, the name replaces the hash of the weights.
+    For a model on the Hub, its name is used instead of a hash of its weights.
     """
     architecture = AutoConfig.from_pretrained(path, trust_remote_code=trust_remote_code).to_dict()
     for name in ("transformers_version", "_name_or_path"):

@@ -58,7 +58,7 @@ MORE_STEPS = "For more steps lower --train.batch_size, raise --train.max_epochs 
 
 @dataclass(frozen=True, kw_only=True)
 class Plan:
-    """The rows of a run, the number of its optimizer steps and its memory."""
+    """A run's rows, number of optimizer steps and memory plan."""
 
     train_rows: Rows
     eval_rows: Any  # evaluation rows, or None
@@ -89,7 +89,7 @@ def run_offline(task: OfflineTask[Config, Row, Micro]) -> None:
 
 
 def check_continuation(config: SupervisedConfig, checkpoints: CheckpointManager) -> None:
-    """Check, in a dry run, the checkpoint that the run would resume.
+    """Check, during a dry run, the checkpoint that the real run would resume.
 
     Warns if there is no checkpoint. Raises CheckpointError if the engine layout does not match, and
     InUseError if another process is writing to the checkpoint's run folder.
@@ -109,7 +109,7 @@ def train(
     """Train a task from the start or from a checkpoint, and export the model."""
     ds = task.config.ds
     layout = RankLayout.from_flags(ds, processes=world_size())
-    # This is created before the rows are loaded, because the processes on a machine share the rows.
+    # Create the strategy before loading the rows, because processes on the same machine share them.
     strategy = Strategy(
         ds,
         layout,
@@ -118,8 +118,8 @@ def train(
     )
     checkpoint: Checkpoint | None = None
     if task.config.ckpt.load_enable:
-        # Only one process searches for a checkpoint, because the search also deletes incomplete
-        # checkpoints.
+        # Only one process searches for a checkpoint.
+        # The search also deletes incomplete checkpoints.
         checkpoint = strategy.broadcast(checkpoints.latest() if strategy.is_main else None)
     first_start = checkpoint.state.first_start if checkpoint else FirstStart.here()
     first_start = strategy.broadcast(first_start)
@@ -254,7 +254,7 @@ def load_models(
     total_steps: int,
     checkpoints: CheckpointManager,
 ) -> TrainEngine:
-    """Load the trained model with its optimizer, and the frozen models into `task.frozen`.
+    """Load the model to train with its optimizer, and load the frozen models into `task.frozen`.
 
     Prints a notice if the disk is too small for all checkpoints. Raises CheckError if a model gives
     wrong results on packed or padded rows, or if the disk is too small for the export or a single
@@ -297,8 +297,8 @@ def load_rows(
     """Return the tokenized training and evaluation rows.
 
     The detected columns and text format are stored in the task's configuration. --data.max_samples
-    limits only the training rows. If `follows` is true, the default is the text format that the
-    model was trained with. Raises DataError, including for a frozen model with a different
+    limits only the training rows. If `follows` is true, the text format defaults to the one that
+    the model was trained with. Raises DataError, including for a frozen model with a different
     vocabulary.
     """
     config = task.config
@@ -396,7 +396,7 @@ def look_at_first_rows(
         template = used.input_template or ""
         try:
             found += first_look.round_trip(tokenizer, [template.replace("{}", "")])
-        except DataError as error:  # the template's words may not occur in the rows
+        except DataError as error:  # the rows may not contain the template's words
             found.append(Finding(f"--data.input_template: {error}"))
         trained = first_look.recorded(tokenizer)
         found += first_look.compare_formats(model, trained, used, texts)

@@ -1,10 +1,10 @@
-"""Pipelines, which run the stages of a file in order, each in its own process.
+"""Pipelines that run the stages of a file in order, each stage in its own process.
 
 A stage is skipped if it is done and its inputs have not changed.
 
 For each stage, the pipeline's folder contains a subfolder, the stage's flags (<stage>.yaml, read
-with --config) and its record (<stage>.json, which lists the inputs of the result). Before a stage
-is rerun from the start, its old folder and record are moved to earlier/<n>/.
+with --config) and its record (<stage>.json, which lists the inputs that produced the result).
+Before a stage is rerun from the start, its old folder and record are moved to earlier/<n>/.
 """
 
 import json
@@ -40,8 +40,8 @@ from openrlhf.observability.run_folder import set_aside
 from openrlhf.reporting import alert, say
 from openrlhf.termination import asked, in_order
 
-# Flags for output paths, which the pipeline sets relative to the stage's folder; "" means the path
-# of the result.
+# Flags for output paths, which the pipeline sets relative to the stage's folder.
+# An empty value means the path of the result.
 PLACES = {"run.dir": ".", "ckpt.output_dir": "", "output_path": "", "ckpt.path": "checkpoints"}
 # Flags that name a model to train.
 TRAINED = {"model.model_name_or_path", "actor.model_name_or_path", "critic.model_name_or_path"}
@@ -70,7 +70,7 @@ def run_pipeline(config: PipelineConfig) -> None:
 
 
 class Record(TypedDict):
-    """The content of <stage>.json: how a stage's result was made."""
+    """The content of <stage>.json, which describes how a stage's result was produced."""
 
     inputs: dict[str, Any]  # as returned by `Pipeline.inputs`; empty if the stage has never started
     seconds: float  # run time, summed over all attempts
@@ -176,7 +176,7 @@ class Pipeline:
         ]
 
     def result(self, name: str) -> Path:
-        """Return the value of `${name}` when another stage refers to it.
+        """Return the value that replaces `${name}` in another stage.
 
         The value is the path of the model or answer file that the stage writes, or the stage's
         folder.
@@ -248,7 +248,7 @@ class Pipeline:
         return False
 
     def inputs(self, stage: Stage) -> dict[str, Any]:
-        """Return everything that determines a stage's result, by name.
+        """Return a mapping from names to everything that determines a stage's result.
 
         The launcher is left out, because the number of devices may change when a stage resumes.
         """
@@ -357,8 +357,8 @@ class Pipeline:
         for name, value in record["inputs"].items():
             record["inputs"][name] = hide(value)  # older releases stored secrets unmasked
         answers = self.result(stage.name)
-        # Answer files are written atomically, so an existing file is complete even if this process
-        # was killed before it recorded the end of the stage.
+        # Answer files are written atomically, so an existing file is always complete.
+        # The process may have been killed before it recorded the end of the stage.
         if not record["finished"] and answers.is_file():
             record["finished"] = answers.stat().st_mtime
         return record

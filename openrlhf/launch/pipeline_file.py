@@ -1,8 +1,9 @@
 """Parses pipeline files, which contain settings and stages.
 
-A file has two YAML documents. The first one has `settings`: values that differ between machines,
-grouped under a name for each kind of machine. The second one has `stages` and is a Jinja2 template,
-rendered with the selected settings as variables. `${sft}` refers to the result of stage `sft`.
+A file has two YAML documents. The first document defines `settings`: values that differ between
+machines, grouped under a name for each kind of machine. The second document defines `stages` and is
+a Jinja2 template, rendered with the selected settings as variables. `${sft}` refers to the result
+of stage `sft`.
 """
 
 import json
@@ -57,7 +58,7 @@ class Stage:
 
     @property
     def reads(self) -> list[str]:
-        """The files, and the folders with models or data, that the stage names."""
+        """The files and the model or data folders named by the stage."""
         found = [word for word in shlex.split(self.run) if isfile(word)]
         for path, value in self.values.items():
             is_input = isfile

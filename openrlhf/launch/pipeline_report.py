@@ -15,8 +15,8 @@ from openrlhf.observability.report import main_numbers, read_series, short_label
 from openrlhf.observability.run_folder import METRICS, read_lines
 
 MAX_NUMBERS = 3  # maximum number of main metrics in a stage's row
-# 97.5 % quantiles of Student's t for 1 to 9 degrees of freedom. More degrees of freedom are treated
-# as 9, which makes the intervals slightly too wide.
+# 97.5 % quantiles of Student's t for 1 to 9 degrees of freedom.
+# More than 9 degrees of freedom are treated as 9, which makes the intervals slightly too wide.
 STUDENT_T = (12.706, 4.303, 3.182, 2.776, 2.571, 2.447, 2.365, 2.306, 2.262)
 
 

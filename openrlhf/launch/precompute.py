@@ -1,4 +1,4 @@
-"""Computes Σ log π_ref of the answers in every row, only once (--ref.precompute).
+"""Computes Σ log π_ref of the answers in every row once, before training (--ref.precompute).
 
 The sums are stored in a file beside the checkpoints.
 """
@@ -20,7 +20,7 @@ from openrlhf.training.engine import TrainEngine
 
 
 class Scored:
-    """Rows with the summed log-probabilities of their answers under the reference."""
+    """Rows with the summed log-probabilities of their answers under the reference model."""
 
     def __init__(self, rows: Rows, sums: list[list[float]]) -> None:
         self.rows = rows
@@ -37,8 +37,8 @@ class Scored:
 def with_reference(task: Any, rows: Rows, engine: TrainEngine) -> Scored:
     """Return the rows with Σ log π_ref of their answers. Collective.
 
-    Reads the sums from the file of an earlier run with the same rows and reference. If there is no
-    such file, computes the sums and writes them.
+    The sums are read from the file of an earlier run with the same rows and reference model. If
+    there is no such file, the sums are computed and written to a file.
     """
     strategy = engine.strategy
     reference = task.config.ref.model_name_or_path or task.config.model.model_name_or_path

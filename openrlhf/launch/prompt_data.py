@@ -44,7 +44,7 @@ def load_prompts(config: PPOConfig, *, started: str = "", follows: bool = True) 
     """Return the tokenizer, the prompts and the pretraining text of an RL run.
 
     `started` is the time of the run's first start, used by chat templates that render the date. If
-    `follows` is true, the default is the text format that the policy was trained with. Raises
+    `follows` is true, the text format defaults to the one that the policy was trained with. Raises
     DataError or ModelError.
     """
     data = config.data
@@ -176,9 +176,9 @@ def prompts_of(
 ) -> T:
     """Convert rows to prompts with `rows_of` and the --data.* columns and templates.
 
-    `model` is the flag and value that select the tokenizer's model, whose training format becomes
-    the default; with None, there is no default format. `generates` is true if the model generates
-    responses to these prompts. Raises DataError.
+    `model` is the flag and value that select the tokenizer's model. The model's training format
+    becomes the default; if `model` is None, there is no default format. `generates` is true if the
+    model generates responses to these prompts. Raises DataError.
     """
     answers = "output_key"
     if config.reward.needs_labels:
@@ -266,7 +266,7 @@ def check_prompts(config: settings.SamplingCommand, prompts: PromptDataset) -> l
         max_new_tokens=config.rollout.max_new_tokens,
     )
     verifier = config.reward.verifier
-    column = prompts.data.label_key  # set by the user or detected
+    column = prompts.data.label_key  # the column is set by the user or detected
     if verifier and column:
         found += check_labels(verifier, prompts.labels(), column=column, origin=prompts.origin)
     return found

@@ -29,7 +29,7 @@ ERROR_STATUS = 2  # exit status of a failed command
 
 
 class RayLoss:
-    """Handler for a Ray failure, called by the thread that detected it.
+    """Handler for a Ray failure, called by the thread that detected the failure.
 
     `advice` returns the last sentence of the error message. `restart` returns the flags to append
     when restarting the command, or None to exit.
@@ -58,7 +58,7 @@ class RayLoss:
         """Exit or replace this process."""
         termination.hold_main_thread()
         flags = None
-        with suppress(Exception):  # the process exits even if this fails
+        with suppress(Exception):  # the process must exit even if restarting or closing fails
             if not self.finished and not termination.asked():
                 flags = self._restart(lost)
                 if flags is None:
@@ -97,7 +97,7 @@ def inherited(variable: str) -> int:
 
 
 def can_replace_process() -> bool:
-    """Return whether this process runs a command of this package, not a notebook or a test."""
+    """Return whether this process runs one of this package's commands, not a notebook or a test."""
     program = Path(sys.argv[0])
     commands = Path(__file__).resolve().parent.parent / "cli"
     return program.name == "openrlhf" or program.resolve().parent == commands

@@ -163,7 +163,7 @@ def check_exports(config: PPOConfig, data: PromptData) -> list[Finding]:
 
 
 def show_plan(config: PPOConfig, data: PromptData, plan: Placement, memory: Plan | None) -> None:
-    """Print host groups, memory, the number of steps and the first prompts for --dry_run."""
+    """Print the host groups, memory plan, number of steps and first prompts for --dry_run."""
     places = plan.check(expected_machines(plan.on_gpus, config.placement.cluster))
     say(plan.describe(places), *plan_lines(memory))
     sizes = config.step_sizes(len(data.train))

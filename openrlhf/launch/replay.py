@@ -10,9 +10,8 @@ from openrlhf.rollout.episode_files import EpisodeFolder
 
 
 def start_of_episodes(config: PPOConfig) -> FirstStart:
-    """Return the start time and format of the run that recorded --rollout.replay_dir.
-
-    If there are no episodes to replay, return the start time and format of this run.
+    """Return the start time and text format of the run that recorded --rollout.replay_dir. If there
+    are no episodes to replay, return the start time and text format of this run.
     """
     if config.rollout.replay_dir:
         folder = EpisodeFolder(config.rollout.replay_dir)
@@ -23,7 +22,7 @@ def start_of_episodes(config: PPOConfig) -> FirstStart:
 
 
 def replay_folder(config: PPOConfig, data: PromptData, *, done: int) -> EpisodeFolder | None:
-    """Return the checked folder of --rollout.replay_dir, or None if the flag is not set.
+    """Check and return the --rollout.replay_dir folder, or return None if the flag is not set.
 
     The run has completed `done` steps. Reads the first line of each file and the complete file of
     the next step. Raises DataError if the folder has no episodes, lacks a step, or was written by a

@@ -78,12 +78,12 @@ class Run:
     def started(self) -> Iterator[PPOTrainer | RolloutOnly]:
         """Start the engines and models, and yield the trainer.
 
-        If an engine fails in the block, raises a RolloutError that names the log files.
+        Raises a RolloutError that names the log files if an engine fails in the block.
         """
         with ExitStack() as self.ends:
             self.ends.callback(self.recorder.close)
             self.ends.callback(self.loop.close)
-            # These are closed before the report is written, because other jobs may be waiting for
+            # Close the loop and processes before writing the report: other jobs may be waiting for
             # the devices.
             self.ends.callback(self.processes.close)
             if not self.replay:
@@ -262,7 +262,7 @@ class Run:
     def _make_source(
         self, generator: Generator, rewards: Stage, columns: Sequence[Stage]
     ) -> Source:
-        """Return the episode source, which also runs the stages that can start before a batch."""
+        """Return the episode source, which also runs the stages that can start early."""
         config = self.config
         early: list[Stage] = []
         if rewards_come_early(config):

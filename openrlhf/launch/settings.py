@@ -212,7 +212,7 @@ def inference_sampling(config: BatchInferenceConfig) -> SamplingSpec:
 
 
 def engine_layouts(config: PPOConfig) -> dict[str, EngineLayout]:
-    """Return the engine layout of each trained model, by checkpoint part."""
+    """Return the engine layout of each trained model, keyed by checkpoint part."""
     roles: dict[str, ActorConfig | CriticConfig] = {"_actor": config.actor}
     if config.estimator.needs_critic:
         roles["_critic"] = config.critic

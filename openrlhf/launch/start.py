@@ -1,6 +1,6 @@
 """Starts an RL run.
 
-Libraries are imported while Ray and the processes start; doing one after the other would take ten
+Libraries are imported while Ray and the processes start; doing this sequentially would take ten
 seconds.
 """
 
@@ -52,7 +52,8 @@ def run_ppo(config: PPOConfig) -> None:
         plan.check(expected_machines(plan.on_gpus, config.placement.cluster))
     loss = RayLoss(lambda: how_to_continue(config), restarts.begin_restart)
     with ThreadPoolExecutor(1) as thread:
-        # The order of these lines lets the processes start while the preparation code is imported.
+        # These lines are ordered so that the processes start while the preparation code is
+        # imported.
         importing_processes = thread.submit(import_processes)
         importing_prepare = thread.submit(import_preparation)
         with nullcontext() if config.dry_run else ray_cluster(plan, loss):
@@ -108,7 +109,7 @@ def import_preparation() -> Prepare:
 
 
 class Restarts:
-    """Restarts of a run (--train.max_restarts), including those of the processes it replaced.
+    """Restart count of a run (--train.max_restarts), including restarts of replaced processes.
 
     `config.given` contains --ckpt.load_enable only if the user passed it. Without this flag, a
     restarted run resumes only its own checkpoints, not those of another run that shares
