@@ -41,8 +41,8 @@ def with_adapters(
         **scale_settings(lora),
         use_dora=lora.dora,
     )
-    # Prevent PEFT from rounding the adapters to the layer's dtype: the training engine rounds them
-    # itself and keeps the exact values.
+    # Prevent PEFT from rounding the adapters to the layer's dtype.
+    # The training engine does this rounding itself and keeps the exact values.
     in_float32 = patch.object(
         BaseTunerLayer,
         "_get_base_layer_device_and_dtype",
@@ -58,7 +58,7 @@ def with_adapters(
 
 
 def scale_settings(lora: LoraConfig) -> dict[str, Any]:
-    """Return the settings of W + s·BA by their names in PEFT."""
+    """Return the PEFT settings of the update W + s·BA, keyed by name."""
     return {"r": lora.rank, "lora_alpha": lora.alpha, "use_rslora": lora.rslora}
 
 
@@ -166,7 +166,7 @@ def adapters_off(model: nn.Module) -> Iterator[None]:
 
 
 def save_adapter(model: Any, trained: Mapping[str, Tensor], folder: Path) -> None:
-    """Write the trained tensors as an adapter in PEFT's format, and the model configuration too."""
+    """Write the trained tensors in PEFT's adapter format, along with the model configuration."""
     stored = {stored_name(name): tensor for name, tensor in trained.items()}
     save_file(stored, folder / "adapter_model.safetensors")
     model.peft_config["default"].save_pretrained(folder)

@@ -1,4 +1,4 @@
-"""The decoder under a head, which runs flat tokens as a packed row or a right-padded block."""
+"""The decoder below an output head; runs flat tokens as a packed row or a right-padded block."""
 
 import sys
 from dataclasses import dataclass, replace
@@ -23,9 +23,9 @@ ATTENTION_TYPES = {"full_attention", "sliding_attention"}
 
 
 class Outputs(NamedTuple):
-    """One value or vector per position, and a mixture of experts' load-balancing loss.
+    """One value or vector per position, plus the load-balancing loss of a mixture of experts.
 
-    The loss is None if it is not computed. The class is a tuple because ZeRO 3 hooks only look into
+    The loss is None if it is not computed. The class is a tuple because ZeRO 3 hooks only inspect
     tuples.
     """
 
@@ -45,13 +45,13 @@ class Decoded:
     places: Int[Tensor, " n"] | None = None
 
     def held(self, places: Int[Tensor, " K"]) -> Int[Tensor, " k"]:
-        """Return the elements of `places` whose states this rank has. `places` must ascend."""
+        """Return the elements of `places` whose states are on this rank. `places` must ascend."""
         if self.places is None:
             return places
         return places[torch.isin(places, self.places)]
 
     def at(self, held: Int[Tensor, " k"]) -> Float[Tensor, "k H"]:
-        """Return the states at `places`, all of which this rank must have."""
+        """Return the states at `places`, all of which must be on this rank."""
         if self.places is None:
             return self.states[held]
         return self.states[torch.searchsorted(self.places, held)]
@@ -61,7 +61,8 @@ class Decoded:
     ) -> Float[Tensor, "N ..."]:
         """Combine the values of all ranks, each at its position, with 0 elsewhere.
 
-        Without `places`, the values belong to the states' own positions. Collective over a ring.
+        Without `places`, the values belong to the states' own positions. All ranks of a ring must
+        call this method.
         """
         if places is None:
             if self.places is None:
@@ -72,7 +73,10 @@ class Decoded:
     def joined(
         self, values: Float[Tensor, "k ..."], rows: Int[Tensor, " k"], count: int
     ) -> Float[Tensor, "K ..."]:
-        """Return `count` rows with the values of all ranks, and 0 in all other rows. Collective."""
+        """Return `count` rows that hold the values of all ranks, with 0 in the remaining rows.
+
+        Collective.
+        """
         blank = values.new_zeros(count, *values.shape[1:])
         filled = blank.index_put((rows,), values)
         if self.ring:
@@ -87,7 +91,7 @@ def has_balanced_experts(hf: PreTrainedModel) -> bool:
 
 
 def _document_arguments(offsets: Tensor, attention: str) -> dict[str, Any]:
-    """Return the document boundaries in a packed row, as arguments for the attention in use."""
+    """Return a packed row's document boundaries as arguments for the attention function in use."""
     lengths = offsets.diff()
     if attention == packed_attention.NAME:
         return {"document_lengths": lengths.tolist(), "document_offsets": offsets.int()}
@@ -106,8 +110,8 @@ class HeadedModel(nn.Module):
 
     Exports read the submodule `hf`. With `packing`, all sequences run as one row without padding;
     otherwise, they run as a right-padded block. With `balancing`, the load-balancing loss of a
-    mixture of experts is computed during training. Raises ModelError if `balancing` is set for any
-    other model.
+    mixture of experts is computed during training. Raises ModelError if `balancing` is set for a
+    model without experts.
     """
 
     max_len: int | None = None  # tokens in the run's longest sequence, if known
@@ -130,7 +134,7 @@ class HeadedModel(nn.Module):
 
     @property
     def config(self) -> PretrainedConfig:
-        """The Transformers configuration, which DeepSpeed and exports read."""
+        """The Transformers configuration, used by DeepSpeed and exports."""
         return self.hf.config
 
     def shared_prefixes(
@@ -138,8 +142,8 @@ class HeadedModel(nn.Module):
     ) -> SharedPrefixes | None:
         """Return the common prefixes that this model computes once for several sequences.
 
-        Returns None if sequences are padded or share little, or if a non-attention layer must see
-        entire sequences.
+        Returns None if sequences are padded, if they share too few tokens, or if a non-attention
+        layer needs entire sequences.
         """
         config: Any = self.hf.get_decoder().config
         supported = config._attn_implementation in (packed_attention.NAME, packed_attention.FLASH)
@@ -151,7 +155,8 @@ class HeadedModel(nn.Module):
     def decode(self, tokens: Int[Tensor, " N"], offsets: Int[Tensor, " B+1"]) -> Decoded:
         """Compute the last hidden states and, if requested, the load-balancing loss.
 
-        No sequence sees any other sequence, and packing, padding and a ring give the same results.
+        No sequence attends to another sequence, and packing, padding and a ring give the same
+        results.
         """
         decoder: Any = self.hf.get_decoder()
         num_tokens = len(tokens)

@@ -1,4 +1,4 @@
-"""Gradient checkpointing: layers that run again in the backward pass, to save memory.
+"""Gradient checkpointing: running layers again in the backward pass to save memory.
 
 Chen et al. 2016, arXiv:1604.06174
 """
@@ -19,8 +19,8 @@ def checkpoint_layers(
 ) -> None:
     """Let every `every`-th layer keep only its input, and run again in the backward pass.
 
-    With `offload`, the inputs are in CPU memory until then. Raises UserError for a model without
-    layers that can do this.
+    With `offload`, the inputs stay in CPU memory until the backward pass. Raises UserError for a
+    model whose layers do not support checkpointing.
     """
     layers: list[Any] = []
     for module in model.modules():

@@ -25,7 +25,7 @@ def attention_length(config: PretrainedConfig) -> int | None:
         value = getattr(text, name, None)
         if isinstance(value, int) and value > 0:
             return value
-        return default  # the setting is missing, or differs between layers
+        return default  # the setting is missing or differs between layers
 
     hidden, layers = number("hidden_size", 0), number("num_hidden_layers", 0)
     heads = number("num_attention_heads", 0)

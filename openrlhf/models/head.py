@@ -21,11 +21,11 @@ from openrlhf.algorithms.tensors import linear_logprobs, linear_reduced, logit_l
 class OutputHead(nn.Module):
     """The output layer after the decoder: one linear layer, or an adapter around it.
 
-    The layer may be tied to the embeddings. The layer is a submodule of the head, which reads the
-    layer's weights in its own forward pass, so that ZeRO 3 gathers them once per call: the ranks
-    may have different numbers of chunks, and a gather per chunk would wait for ranks without that
-    chunk. With `precise`, the product is computed in float32 regardless of the weights' dtype,
-    because rewards need more than 8 bits. Such a head has outputs only.
+    The layer may be tied to the embeddings. The layer is a submodule of the head. The head reads
+    the layer's weights in its own forward pass, so that ZeRO 3 gathers them once per call. With one
+    gather per chunk, ranks would wait forever for a rank that has fewer chunks. With `precise`, the
+    product is computed in float32 regardless of the weights' dtype, because rewards need more than
+    8 bits of precision. A head with `precise` only returns outputs.
     """
 
     def __init__(self, layer: Any, *, precise: bool = False) -> None:
@@ -48,8 +48,8 @@ class OutputHead(nn.Module):
         per row. With `weights`, return the layer's weight (V, H) and bias (V,) without gradient.
         Otherwise, return the outputs (K, V).
 
-        Except for outputs, only one chunk of logits exists at a time. The backward pass recomputes
-        the logits.
+        Except when outputs are returned, only one chunk of logits exists at a time. The backward
+        pass recomputes the logits.
         """
         if weights:
             return self._weights()
@@ -72,7 +72,8 @@ class OutputHead(nn.Module):
         return type(self.layer).forward is nn.Linear.forward
 
     def _weights(self) -> tuple[Tensor, Tensor | None]:
-        """Return the weight and the bias. Both outlive a move or release of the layer.
+        """Return the weight and the bias. The returned tensors stay valid after the layer is moved
+        or released.
 
         Raises TypeError for an adapted layer.
         """
@@ -147,7 +148,7 @@ def _read_weights(layer: nn.Module) -> None:
 def _without_hooks(layer: nn.Module) -> Iterator[None]:
     """Call the modules of an adapted layer without their forward hooks until the block exits.
 
-    Under ZeRO 3, the hooks gather and free weights, which is collective.
+    Under ZeRO 3, the hooks gather and free weights, which requires all ranks.
     """
     with ExitStack() as stack:
         for module in layer.modules():

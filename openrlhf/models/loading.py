@@ -31,8 +31,8 @@ from openrlhf.models.checkpointing import checkpoint_layers
 from openrlhf.models.weights import ModelError, StoredWeights, odd_experts, require_finite
 from openrlhf.reporting import notice
 
-# Configuration keys for the transformations that some architectures apply to the logits after the
-# output layer.
+# Configuration keys for logit transformations, which some architectures apply after the output
+# layer.
 LOGIT_TRANSFORMS = (
     "final_logit_softcapping",
     "logits_soft_cap",
@@ -56,7 +56,7 @@ class LoadSpec:
     """The settings for loading one model, built from the flags."""
 
     path: str
-    ds: LoadingConfig  # resolved settings, including the attention implementation that is used
+    ds: LoadingConfig  # resolved settings, including the attention implementation actually used
     max_len: int | None = None  # tokens in the run's longest sequence
     gradient_checkpointing: bool = False
     checkpoint_every: int = 1  # only every N-th layer is checkpointed
@@ -145,8 +145,8 @@ def read_model(
 
     All models of this package are loaded by this function.
     """
-    # cuDNN's attention builds a plan for each new batch shape, which takes about 80 ms on an H100,
-    # and nearly every batch has a new shape.
+    # cuDNN's attention takes about 80 ms on an H100 to build a plan for each new batch shape.
+    # Nearly every batch has a new shape.
     torch.backends.cuda.enable_cudnn_sdp(False)
     level = transformers_logging.get_verbosity()
     transformers_logging.set_verbosity_error()  # `StoredWeights` reports missing and unused weights
@@ -280,7 +280,7 @@ def check_positions(spec: LoadSpec) -> None:
 
 
 def pretrained_options(spec: LoadSpec) -> dict[str, Any]:
-    """Return the keyword arguments of `from_pretrained` for any model."""
+    """Return the arguments of `from_pretrained` that are common to all models."""
     dtype = DTYPES[spec.ds.param_dtype]
     attention = spec.ds.attn_implementation
     if spec.ds.packing_samples and attention == "sdpa":
@@ -295,7 +295,7 @@ def pretrained_options(spec: LoadSpec) -> dict[str, Any]:
 
 
 def qlora(dtype: torch.dtype) -> BitsAndBytesConfig:
-    """Return the settings for NF4 with computation in `dtype` and double quantization.
+    """Return the settings for NF4 with double quantization and computation in `dtype`.
 
     Dettmers et al. 2023, arXiv:2305.14314
     """
@@ -319,7 +319,7 @@ def explaining_failures(spec: LoadSpec) -> Iterator[None]:
 
 
 def _explain(error: Exception, spec: LoadSpec) -> str:
-    """Return a description of the error, to follow the model's path in a message."""
+    """Return a description of the error, to be appended to the model's path in a message."""
     if isinstance(error, OSError | SafetensorError):
         if os.path.isdir(spec.path):
             return f"cannot be read (an incomplete download?): {error}"
@@ -329,8 +329,8 @@ def _explain(error: Exception, spec: LoadSpec) -> str:
     if "attention implementation" in str(error) or packed_attention.NAME in str(error):
         advice = "try --ds.attn_implementation eager"
         if spec.ds.packing_samples:
-            # Eager attention handles packed rows correctly in only a few architectures. In others
-            # it only appears correct for short texts.
+            # Eager attention handles packed rows correctly in only a few architectures.
+            # In other architectures, it appears correct only for short texts.
             advice = "drop --ds.packing_samples"
         return f"does not support {spec.ds.attn_implementation} attention: {advice}. {error}"
     if isinstance(error, StrictDataclassError):  # a configuration that contradicts itself
@@ -360,12 +360,12 @@ def prepare_model(
         pin_longrope(model, spec.max_len)
     if spec.ds.load_in_4bit:
         for layer in model.modules():
-            # Otherwise, the first evaluation on a CPU packs the weights for kernels that have no
-            # backward pass.
+            # Prevent the first evaluation on a CPU from packing the weights:
+            # kernels for packed weights have no backward pass.
             layer.support_avx512bf16_for_cpu = False  # pyright: ignore[reportArgumentType]
     if spec.lora and spec.lora.rank:
         model = with_adapters(model, spec.lora, path=spec.path, seed=spec.seed, head=head)
-        # otherwise, a layer whose inputs require no gradient would get no gradient
+        # without this call, a layer whose inputs require no gradient would get no gradient
         if spec.reentrant:
             model.enable_input_require_grads()
     if spec.gradient_checkpointing:

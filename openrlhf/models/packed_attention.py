@@ -1,7 +1,8 @@
-"""Attention over packed rows without the flash-attn package: PyTorch's own FlashAttention on a GPU,
-and one scaled-dot-product call per document elsewhere.
+"""Attention over packed rows without the flash-attn package.
 
-The function is registered with Transformers under a name that the mask registry does not know, so
+On a GPU, PyTorch's own FlashAttention is used; elsewhere, one scaled-dot-product call per document.
+
+The function is registered with Transformers under a name that is absent from the mask registry, so
 that no mask is built. The document boundaries are passed through the keyword arguments of
 `model.forward`. The cost is the sum of the documents' costs, not the cost of one sequence as long
 as the row.
@@ -31,7 +32,7 @@ GROUPED: dict[str, Any] = {"enable_gqa": True} if TOLD else {}
 
 
 class UnsupportedAttentionError(ValueError):
-    """An attention variant that packed SDPA does not compute. The message has the reason."""
+    """Error for an attention variant that packed SDPA does not support; its message says why."""
 
 
 def packed_sdpa(
@@ -88,7 +89,10 @@ def _attend_to_documents(
     scaling: float | None,
     window: int | None,
 ) -> Tensor:
-    """Compute one document after another with PyTorch's SDPA. Returns (1, N, H, D)."""
+    """Compute attention for one document after another with PyTorch's SDPA.
+
+    Returns (1, N, H, D).
+    """
     grouped = query.shape[1] != key.shape[1]
     dtype = query.dtype
     if not query.is_cuda:
@@ -109,7 +113,7 @@ def _attend_to_documents(
         )
 
     documents = (states.to(dtype).split(lengths, 2) for states in (query, key, value))
-    # No variable holds the parts, so that they are freed before the conversion.
+    # Keep the parts out of a variable so that they are freed before the conversion.
     return torch.cat(list(map(attend, *documents)), 2).transpose(1, 2).to(query.dtype)
 
 
@@ -131,7 +135,10 @@ def _flash(
     scaling: float | None,
     window: int | None,
 ) -> Tensor:
-    """Compute all documents in one call of PyTorch's FlashAttention. Returns (1, N, H, D)."""
+    """Compute attention for all documents in one call of PyTorch's FlashAttention.
+
+    Returns (1, N, H, D).
+    """
     offsets = offsets.to(query.device)  # the model's layers may be on several GPUs
     attended: Any = varlen_attn(
         query[0].transpose(0, 1),

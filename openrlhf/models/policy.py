@@ -15,8 +15,7 @@ from openrlhf.models.loading import LoadSpec, load_causal_lm, reject_transformed
 
 
 class TokenScores(NamedTuple):
-    """Log-probabilities and entropies per token on the flat axis; zero for tokens that are not
-    wanted.
+    """Log-probabilities and entropies per token on the flat axis; zero for tokens outside `wanted`.
 
     The class is a tuple because ZeRO 3 hooks only look into tuples.
     """
@@ -76,8 +75,8 @@ class PolicyModel(HeadedModel):
 class LogitSource(NamedTuple):
     """Hidden states and the output layer that turns them into logits.
 
-    The two take much less memory than the logits. The class is a tuple because ZeRO 3 hooks only
-    look into tuples.
+    Together, they take much less memory than the logits. The class is a tuple because ZeRO 3 hooks
+    only look into tuples.
     """
 
     states: Float[Tensor, "K H"]
@@ -105,7 +104,7 @@ class LogitModel(PolicyModel):
         chunks.
 
         The logits at a position predict the next token. With `source`, return the `LogitSource` of
-        the positions, which is without gradient. Otherwise, score the tokens `at` like a policy.
+        the positions, without gradient. Otherwise, score the tokens `at` like a policy.
         """
         if reduce is None and not source:
             return super().forward(tokens, offsets, at)

@@ -13,16 +13,16 @@ from torch import Tensor, nn
 from openrlhf.models.packed_attention import unpacked
 
 PROBED_TOKENS = 16
-# Mean differences that rounding to the stored dtype explains, in standard deviations of the logits.
+# Mean differences explained by rounding to the stored dtype, in standard deviations of the logits.
 LARGEST_GAPS = {torch.float32: 1e-3, torch.float16: 0.05, torch.bfloat16: 0.2}
-# Median differences over the tokens, in the same unit. Not even a different kernel, or a router
-# that chooses a different expert, explains a larger difference. The logits of unrelated models are
-# 1.1 apart.
+# Median differences over the tokens, in standard deviations of the logits.
+# A larger difference cannot come from a different kernel or a different choice of experts.
+# The logits of unrelated models are 1.1 apart.
 OTHER_MODELS = {torch.float32: 0.02, torch.float16: 0.5, torch.bfloat16: 0.5}
 
 
 class LogitGap(NamedTuple):
-    """A gap between the logits of two models that rounding does not explain."""
+    """A gap between the logits of two models that is too large to be explained by rounding."""
 
     text: str
     is_other_model: bool  # whether the gap is too large for two forms of the same model
@@ -32,7 +32,8 @@ class LogitGap(NamedTuple):
 def probe_logits(model: nn.Module) -> Tensor:
     """Return the logits of 16 tokens spread over the vocabulary, computed by Transformers alone.
 
-    For a model with a scalar head, return its values instead. Collective under ZeRO 3.
+    For a model with a scalar head, return its values instead. Under ZeRO 3, all ranks must call
+    this function.
     """
     hf: Any = model
     vocabulary = hf.config.get_text_config().vocab_size

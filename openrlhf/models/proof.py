@@ -24,8 +24,8 @@ LENGTHS = (11, 17)  # lengths of the two short sequences, in tokens
 # The two long sequences exceed the reach of the model's attention by this number of tokens.
 TOKENS_BEYOND_REACH = (16, 32)
 ASSUMED_MAX_LEN = 4096  # tokens; used if the run's maximum sequence length is unknown
-# Configuration keys for the size of a token block and for the number of tokens or blocks that
-# attention keeps, and keys with similar names but a different meaning.
+# Configuration keys for the size of a token block, for the number of tokens or blocks kept by
+# attention, and keys with similar names but a different meaning.
 BLOCK_ENTRIES = re.compile("block|chunk|compress_rate")
 KEPT_ENTRIES = re.compile("window|topk|top_k")
 OTHER_ENTRIES = re.compile(
@@ -36,18 +36,18 @@ MAX_GRADIENT_TOKENS = 1024
 # Length in tokens of the common prefix, which packed rows compute once.
 PREFIX_TOKENS = 8
 CHUNK_TOKENS = 256  # number of tokens whose logits are converted to float32 at a time
-# Largest relative differences of the gradient that rounding explains.
+# Largest relative gradient differences explained by rounding.
 GRADIENT_TOLERANCES = {torch.float32: 0.01, torch.float16: 0.1, torch.bfloat16: 0.5}
 UNPROVEN = (
     "Not checked: whether packing or padding changes the models' outputs. A run checks this first."
 )
-# Largest gradient with respect to another sequence's tokens, relative to the gradient with respect
-# to the sequence's own tokens. A correct model has 0.
+# Largest gradient with respect to another sequence's tokens, which is 0 for a correct model.
+# The unit is the gradient with respect to the sequence's own tokens.
 LARGEST_LEAK = 1e-5
 
 
 class _Case(NamedTuple):
-    """Two sequences in one batch, and the index of the sequence to compare."""
+    """Two sequences in one batch, with the index of the sequence to compare."""
 
     tokens: Tensor
     lengths: tuple[int, ...]
@@ -61,17 +61,18 @@ def prove_layout(model: nn.Module) -> list[Finding]:
     plain Transformers. If the run's sequences are longer than the windows, blocks, top-k or token
     compression of the model's attention, two longer sequences are scored too. The log-probabilities
     or values and one gradient must agree, and no token may depend on another sequence; the failure
-    names the layer types. Weights, gradients, RNG state and training mode stay unchanged.
-    Collective under ZeRO 3, where a DeepSpeed engine may wrap the model. A model that is neither a
-    PolicyModel nor a ScalarModel is not checked, because it lays out its own batches.
+    names the layer types. Weights, gradients, RNG state and training mode stay unchanged. Under
+    ZeRO 3, all ranks must call this function, and the model may be wrapped in a DeepSpeed engine. A
+    model that is neither a PolicyModel nor a ScalarModel is not checked, because it lays out its
+    own batches.
     """
     model = getattr(model, "module", model)
     if not isinstance(model, CheckedModel):
         return []
     decoder: Any = model.hf.get_decoder()
     if not isinstance(decoder, PreTrainedModel) or decoder is model.hf:
-        # Training reads hidden states from the decoder, so that logits exist for only one chunk of
-        # tokens at a time.
+        # Read hidden states from the decoder, as training does.
+        # Logits then exist for only one chunk of tokens at a time.
         seen = (
             f"{_name(model)}, cannot be trained: Transformers returns a {type(decoder).__name__} "
             "instead of a decoder that is separate from the output layer."
@@ -148,7 +149,8 @@ def _cases(model: CheckedModel, device: torch.device) -> list[_Case]:
     if reach:
         lengths = tuple(min(reach + more, max_len) for more in TOKENS_BEYOND_REACH)
         tokens = _ordinary_tokens(model, sum(lengths)).to(device)
-        # A packed sequence might see the preceding sequence, and a padded sequence its padding.
+        # A packed sequence might attend to the preceding sequence, and a padded sequence to its
+        # padding.
         cases.append(_Case(tokens, lengths, int(model.packing)))
     return cases
 
@@ -163,7 +165,7 @@ def _ordinary_tokens(model: CheckedModel, count: int) -> Tensor:
 
 
 def _find_fault(model: CheckedModel, case: _Case) -> str | None:
-    """Describe the fault of a sequence in the run's layout, to end a message; None if correct."""
+    """Describe what is wrong with a sequence in the run's layout; return None if correct."""
     tokens = case.tokens
     offsets = offsets_of(case.lengths).to(tokens.device)
     own = torch.zeros_like(tokens, dtype=torch.bool)
@@ -232,7 +234,7 @@ def _differentiate(hf: PreTrainedModel, forward: Callable[[], Tensor]) -> tuple[
 
 
 def _joined(gradient: Tensor, row: RingRow) -> Tensor:
-    """Assemble a row's gradient from the parts of all ranks. Collective over the ring."""
+    """Assemble a row's gradient from its parts; all ranks of the ring must call this."""
     padded = gradient.new_zeros(row.num_tokens + row.padding, gradient.shape[-1])
     padded[row.places(gradient.device)] = gradient
     return row.ring.sum(padded)[: row.num_tokens]

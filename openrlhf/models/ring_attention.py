@@ -26,7 +26,7 @@ aten: Any = torch.ops.aten
 
 
 class Block(NamedTuple):
-    """Queries and keys of one document that meet on a rank, as indices into the ranks' parts."""
+    """Queries and keys of one document paired on a rank, as indices into the ranks' parts."""
 
     queries: slice
     keys: slice
@@ -35,7 +35,7 @@ class Block(NamedTuple):
     window: int | None = None  # keys at this distance or beyond are hidden
 
     def mask(self, like: Tensor) -> Tensor | None:
-        """Return 0 for visible keys and −inf for hidden keys, or None if all keys are visible."""
+        """Return a mask (0 for visible, −inf for hidden keys), or None if all keys are visible."""
         if self.window is None:
             return None
         queries = torch.arange(self.queries.stop - self.queries.start, device=like.device)
@@ -48,7 +48,7 @@ class Block(NamedTuple):
 
 
 class RingRow:
-    """A packed row and its division over a ring.
+    """A packed row that is divided over the ranks of a ring.
 
     The row is padded to a multiple of 2·size tokens; the padding is a document of its own.
     """
@@ -73,7 +73,7 @@ class RingRow:
         return torch.cat([start + steps for start in self.chunk_starts(self.ring.rank)])
 
     def own_part(self, row: Int[Tensor, " N"]) -> Int[Tensor, " n"]:
-        """Return this rank's part of a row of numbers. Padding tokens get 0."""
+        """Return this rank's part of a row of per-token numbers. Padding tokens get 0."""
         padded = torch.nn.functional.pad(row, (0, self.padding))
         return padded[self.places(row.device)]
 
@@ -106,8 +106,8 @@ class RingRow:
     def _on_diagonal(self, start: int, window: int | None) -> Iterator[Block]:
         """Yield the blocks inside a chunk: a causal square for each document.
 
-        With a window, a document is cut into squares as wide as the window. Each square also sees
-        the square before it.
+        With a window, a document is cut into squares as wide as the window. Each square also
+        attends to the preceding square.
         """
         end = start + self.chunk
         document = bisect_right(self.borders, start) - 1
@@ -124,7 +124,7 @@ class RingRow:
                 return
 
     def _before(self, query_start: int, key_start: int, window: int | None) -> Iterator[Block]:
-        """Yield the block of the document that reaches from an earlier chunk into a later one."""
+        """Yield the block of the document that spans an earlier and a later chunk."""
         document = bisect_right(self.borders, query_start) - 1
         begin = self.borders[document]
         end = self.borders[document + 1]
@@ -139,12 +139,12 @@ def _moved(places: slice, by: int) -> slice:
 
 
 def _rectangle(queries: slice, keys: slice, window: int | None) -> Iterator[Block]:
-    """Yield the block of queries and earlier keys, without those that the window fully hides."""
+    """Yield the block of queries and earlier keys, without any that the window hides entirely."""
     if window is None:
         yield Block(queries, keys, causal=False)
         return
-    # Every remaining query sees the last key, and the first query sees every key. This is required
-    # because kernels return no log-sum-exp for a query that attends to nothing.
+    # Every remaining query attends to the last key, and the first query attends to every key.
+    # Otherwise, kernels would return no log-sum-exp for queries that attend to no key.
     queries = slice(queries.start, min(queries.stop, keys.stop - 1 + window))
     keys = slice(max(keys.start, queries.start - window + 1), keys.stop)
     if queries.start >= queries.stop or keys.start >= keys.stop:
@@ -168,9 +168,8 @@ def ring_attention(
     scale: float | None = None,
     window: int | None = None,
 ) -> Float[Tensor, "1 H n D_v"]:
-    """Compute causal attention inside each document of a row. Collective over its ring.
-
-    With `window`, a token sees itself and the window − 1 tokens before it.
+    """Compute causal attention inside each document of a row. All ranks of the row's ring must call
+    this function. With `window`, a token attends to itself and the window − 1 tokens before it.
     """
     if scale is None:
         scale = query.shape[-1] ** -0.5
@@ -179,7 +178,7 @@ def ring_attention(
 
 
 class _RingAttention(torch.autograd.Function):
-    """Autograd function whose heads have two axes, for shared keys: (H_kv, H // H_kv, n, D)."""
+    """Autograd function with two head axes, for shared keys: (H_kv, H // H_kv, n, D)."""
 
     @staticmethod
     def forward(
@@ -226,8 +225,8 @@ class _RingAttention(torch.autograd.Function):
         of_query = torch.zeros(grouped.shape, dtype=torch.float32, device=query.device)
         sizes = [key.shape[-1], value.shape[-1]]
         packed = torch.cat([key[0], value[0]], -1)
-        # The gradient of a rank's keys travels with the keys, and returns to that rank after `size`
-        # shifts.
+        # The gradient of a rank's keys travels with the keys.
+        # After `size` shifts, the gradient is back on that rank.
         of_held = torch.zeros(packed.shape, dtype=torch.float32, device=query.device)
         for turn, held in _travelling(row.ring, packed):
             if turn:
@@ -279,7 +278,7 @@ def _shifted(ring: Ring, block: Tensor) -> Tensor:
 
 
 def _kernel_dtype(states: Tensor) -> torch.dtype:
-    """Return the dtype to compute in. On a CPU, it is float32, which halves the kernels' time."""
+    """Return the dtype to compute in: on a CPU, float32, which halves the kernels' run time."""
     if states.is_cuda:
         return states.dtype
     return torch.promote_types(states.dtype, torch.float32)
@@ -291,7 +290,7 @@ def _kernel_dtype(states: Tensor) -> torch.dtype:
 def _attend(
     query: Tensor, key: Tensor, value: Tensor, block: Block, scale: float
 ) -> tuple[Tensor, Tensor]:
-    """Return the attention of a block, (G, R, t, D_v), and the log-sum-exp of its scores."""
+    """Return the attention output of a block, (G, R, t, D_v), and the log-sum-exp of its scores."""
     mask = block.mask(query)
     if not _has_kernel(query, value, mask):
         scores = _scores(query, key, block, scale, mask)
@@ -338,7 +337,7 @@ def _attend_backward(
         )
     keys, values = _repeated(key, query), _repeated(value, query)
     if query.is_cuda:
-        # takes the place of the dropout seed
+        # unused argument in place of the dropout seed
         unused = torch.zeros(2, dtype=torch.uint64, device=query.device)
         of_query, of_keys, of_values = aten._scaled_dot_product_flash_attention_backward(
             gradient, query, keys, values, output, lse.contiguous(), None, None,

@@ -46,7 +46,7 @@ class ScalarModel(HeadedModel):
         self.mean, self.std = _scale(stored.get("mean", 0.0), stored.get("std", 1.0))
 
     def set_scale(self, mean: float, std: float) -> None:
-        """Set the mean and standard deviation that `normalize` uses and exports store.
+        """Set the mean and standard deviation used by `normalize` and stored in exports.
 
         Raises ModelError if either is not finite, or `std` is not positive.
         """
@@ -161,7 +161,7 @@ def check_scalar_weights(
     reinit_head: bool = False,
     require_head: bool = False,
 ) -> None:
-    """Raise ModelError as `load_scalar` would for the stored weights' names and sizes."""
+    """Raise the error that `load_scalar` would raise for the stored weights' names and sizes."""
     config, declared = _configuration(spec, head_prefix)
     weights = loading.named_weights(_model_class(config), spec, config=config)
     if weights:
@@ -174,9 +174,9 @@ def check_scalar_weights(
 
 
 def _configuration(spec: LoadSpec, head_prefix: str) -> tuple[Any, bool]:
-    """Return the stored configuration, converted to a scalar model's.
+    """Return the stored configuration, converted to the configuration of a scalar model.
 
-    The second value is True if the stored configuration was already that of a scalar model.
+    The second returned value is True if the stored configuration already described a scalar model.
     """
     config = configuration(spec)
     stored_prefix = config.to_dict().get("value_head_prefix")
@@ -186,8 +186,8 @@ def _configuration(spec: LoadSpec, head_prefix: str) -> tuple[Any, bool]:
     config.value_head_prefix = stored_prefix or head_prefix
     text = config.get_text_config()
     if text.pad_token_id in end_tokens(config):
-        # Transformers reads the score at the last non-padding token. With this padding token, that
-        # would be the token before end-of-text.
+        # Transformers reads the score at the last non-padding token.
+        # If end-of-text were the padding token, the score would be read one token too early.
         text.pad_token_id = None
     return config, declared
 

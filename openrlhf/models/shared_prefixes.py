@@ -1,8 +1,8 @@
 """Common prefixes of the sequences in a packed row, which are computed once.
 
 Samples of the same prompt have a common prefix. In a causal model, a token's states depend only on
-the tokens up to it. The layers therefore process each distinct prefix once, and only attention sees
-entire sequences.
+the tokens up to it. The layers therefore process each distinct prefix once, and only attention
+operates on entire sequences.
 """
 
 from collections.abc import Callable
@@ -32,8 +32,8 @@ SMALLEST_SAVING = 0.05
 
 @dataclass(frozen=True)
 class SharedPrefixes:
-    """The positions in a packed row that are computed, and for each position the computed one it
-    equals.
+    """The computed positions in a packed row, and the computed position that stands for each
+    position.
 
     Example: for the sequences "abc" and "abd", `computed` is [0, 1, 2, 5] and `source` [0, 1, 2, 0,
     1, 3].

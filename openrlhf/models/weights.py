@@ -1,4 +1,4 @@
-"""The check that a loaded model matches its files.
+"""Checks that a loaded model matches its files.
 
 Every weight must exist, have the right size and be finite.
 """
@@ -32,7 +32,7 @@ from openrlhf.config.flags import UserError
 
 SHOWN_NAMES = 3  # in a message
 EXPERT = re.compile(r"\.experts\.\d+\.")
-OUTPUT_LAYER = "lm_head."  # a scalar model replaces it
+OUTPUT_LAYER = "lm_head."  # a scalar model replaces this layer
 Size = tuple[int, ...]
 
 
@@ -52,8 +52,8 @@ class StoredWeights:
     # Name → (size in the files, size in the architecture), where they differ.
     sizes: Mapping[str, tuple[Size, Size]]
     unused: tuple[str, ...]  # weights in the files that the architecture does not have
-    # Unused weights of layers that exist in the architecture. The layers would run without these
-    # weights.
+    # Unused weights of layers that exist in the architecture.
+    # The layers would run without these weights.
     ignored: tuple[str, ...]
     # Pairs of weights that config.json ties although they differ in the files.
     broken_ties: tuple[tuple[str, str], ...] = ()
@@ -139,7 +139,7 @@ def _broken_ties(path: str, model: Any) -> tuple[tuple[str, str], ...]:
         if first is None or second is None or first is second:
             continue
         if first.device.type == "meta" or hasattr(first, "ds_tensor"):
-            # This process has no values, or only some of them.
+            # This process has no values or only part of them.
             equal = _are_equal_in_files(path, pair)
         else:
             equal = torch.equal(first, second.to(first))
@@ -149,7 +149,7 @@ def _broken_ties(path: str, model: Any) -> tuple[tuple[str, str], ...]:
 
 
 def _are_equal_in_files(path: str, pair: tuple[str, str]) -> bool:
-    """Return whether the files have equal tensors of both names, or lack one of them."""
+    """Return True if the files have equal tensors under both names or lack one of the tensors."""
     tensors = [read() for name, read in stored_weights(path) if name in pair]
     return len(tensors) < 2 or torch.equal(*tensors)
 
@@ -187,8 +187,7 @@ def _local_folder(path: str) -> Path:
 
 
 def require_finite_files(path: str) -> None:
-    """Raise ModelError, naming the first weights, if weights in a model's files are NaN or
-    infinite.
+    """Raise ModelError, naming the first bad weights, if a model's files contain NaN or infinity.
 
     Use this check for models that another program loads. Reads one tensor at a time. `path` is a
     folder, or the name of a model in the Hub cache.
@@ -222,9 +221,9 @@ def odd_experts(path: str) -> str | None:
 
 
 def require_finite(model: nn.Module, path: str) -> None:
-    """Raise ModelError, naming the first weights, if a loaded model's weights are NaN or infinite.
+    """Raise ModelError, naming the first bad weights, if a loaded model contains NaN or infinity.
 
-    Collective under ZeRO 3.
+    Under ZeRO 3, all ranks must call this function.
     """
     broken: list[str] = []
     sharded = False
@@ -255,7 +254,7 @@ def is_finite(weight: Tensor) -> bool:
         return True
     if weight.dtype.itemsize == 1:  # 8-bit types do not support sums
         weight = weight.float()
-    # A sum needs no extra memory. It is finite unless a value is not finite, or the sum overflows.
+    # A sum needs no extra memory. The sum is finite unless it overflows or a value is not finite.
     return bool(weight.sum().isfinite()) or bool(weight.isfinite().all())
 
 
@@ -272,7 +271,7 @@ def _held(weight: Any) -> Tensor:
 
 
 def _is_left_out(model: nn.Module, name: str) -> bool:
-    """Return whether the layer of `name` has weights, but none by this name."""
+    """Return whether the layer of `name` has weights, but no weight with that name."""
     owner, _, leaf = name.rpartition(".")
     try:
         held = dict(model.get_submodule(owner).named_parameters(recurse=False))
