@@ -1,4 +1,4 @@
-"""Lines for the report's charts: downsampled curves and moving averages of noisy curves.
+"""Lines for the report's charts: downsampled curves, with moving averages of noisy curves.
 
 The page's script draws the lines with uPlot.
 """
@@ -15,7 +15,10 @@ MAX_POINTS = 480  # maximum number of points in a line
 
 
 class Line(NamedTuple):
-    """One line of a chart. A pale line is followed by an unlabeled line with its moving average."""
+    """One line of a chart.
+
+    A pale line is followed by an unlabeled line that shows its moving average.
+    """
 
     label: str
     color: int  # index into the page's color list

@@ -65,7 +65,7 @@ class Display:
     def status(self, text: str, *, done: int | None = None) -> None:
         """Show the current activity beside the progress bar, e.g. "generating 512 episodes".
 
-        `done` is the new number of completed steps; None leaves the bar unchanged.
+        `done` is the new number of completed steps; if it is None, the bar is unchanged.
         """
         self._progress.update(self._bar, description=text, completed=done)
 

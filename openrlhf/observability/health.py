@@ -43,10 +43,10 @@ class Rule:
     """A problem, the metrics that reveal it, and the shape of their curves in an affected run.
 
     `metric` is a regular expression that must match the full name. The rule applies if the latest
-    `points` of a curve (0: the entire curve) have the shape `looks`; `holds` defines how each shape
-    uses the limit, which is `limit` plus `of_start` times the first value of the curve. Curves with
-    fewer than `least` points are not checked. With `at_end`, the rule is checked only when the run
-    ends.
+    `points` of a curve (0: the entire curve) have the shape `looks`. The limit is `limit` plus
+    `of_start` times the first value of the curve; `holds` defines how each shape uses the limit.
+    Curves with fewer than `least` points are not checked. With `at_end`, the rule is checked only
+    when the run ends.
     """
 
     problem: str
@@ -59,7 +59,7 @@ class Rule:
     least: int = 1
 
     def latest(self, curve: Curve) -> Curve:
-        """Return the points that the rule checks."""
+        """Return the points to be checked by the rule."""
         if not self.points:
             return curve
         return curve[-self.points :]
@@ -93,7 +93,7 @@ class Rule:
                 return max(values) - min(values) <= limit * max(map(abs, values))
             case "rising":
                 return values == sorted(values) and values[-1] > limit * values[0]
-            case "fallen":  # fallen by more than `limit` standard errors of the difference
+            case "fallen":  # the values fell by more than `limit` standard errors of the difference
                 return all(
                     start.value - point.value > limit * math.hypot(start.error, point.error)
                     for point in latest
@@ -180,7 +180,7 @@ CAUSES = {  # a problem is not reported if its cause has already been reported
     "no update": "same rewards",
     "rounded away": "no update",
 }
-RULES = [  # in the order in which notices are printed
+RULES = [  # sorted in the order in which notices are printed
     Rule("not finite", "train/nonfinite_steps", "above", points=1),
     Rule("not finite", r"train/(\w+_)?(loss|grad_norm|kl|reward|values)", "not finite", points=1),
     Rule("same rewards", "train/dead_groups", "above", 0.999999999),
@@ -189,21 +189,21 @@ RULES = [  # in the order in which notices are printed
     Rule("nothing kept", "rollout/num_samples", "zero", points=0, at_end=True),
     Rule("no update", "train/(actor_|critic_)?(lr|grad_norm)", "zero"),
     Rule("no update", "train/(gpt_loss|loss|kto_loss|prm_loss)", "constant", 1e-6),
-    # `least=2`: the first warm-up step has a learning rate of 0, and may be the only step of an
-    # interrupted run.
+    # `least=2`: the first warm-up step has a learning rate of 0.
+    # An interrupted run may have no other step.
     Rule("no update", "train/(actor_)?lr", "zero", points=0, least=2, at_end=True),
     Rule("rounded away", "train/(actor_|critic_)?changed_weights", "below", 0.001),
     Rule("divergence", "train/(gpt_loss|loss|kto_loss|prm_loss)", "above", 0.5, of_start=1.5),
     Rule("overfitting", "eval/(eval gpt_loss|eval_loss|eval prm_loss)", "rising", 1.05, points=3),
     Rule("drift", "train/kl", "far from 0", 1, points=3),
-    # Held-out scores fell after leaps of 0.19 or more, but not after leaps of up to 0.08:
-    # docs/results/learning_rates.md.
+    # Held-out scores fell after leaps of 0.19 or more, but not after leaps of up to 0.08.
+    # The data is in docs/results/learning_rates.md.
     Rule("leap", "train/kl", "leap above", 0.15, points=2),
     Rule("entropy collapse", "train/entropy_loss", "below", of_start=0.01),
     Rule("entropy growth", "train/entropy_loss", "above", 1, of_start=2),
     Rule("chance", "train/acc", "mean below", 0.53, points=30, at_end=True),
     Rule("less likely answers", "train/chosen_logratio", "below", -5),
-    Rule("truncation", "train/truncated", "above", 0.8999),  # 90 % or more
+    Rule("truncation", "train/truncated", "above", 0.8999),  # at least 90 % are truncated
     Rule("truncation", "train/truncated", "above", 0.8999, points=0, at_end=True),
     Rule("mismatch", "train/logprob_gap_mean", "above", 0.1, points=3),
     Rule("mismatch", "train/rollout_ratio", "above", 1.2, points=3),

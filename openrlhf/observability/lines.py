@@ -12,8 +12,8 @@ from typing import NamedTuple
 
 from rich.text import Text
 
-MIN_SHOWN_TRUNCATED = 0.1  # a smaller fraction of truncated episodes is not shown
-FAILED = "train/failed_"  # prefix of a failure kind's metric
+MIN_SHOWN_TRUNCATED = 0.1  # smaller fractions of truncated episodes are not shown
+FAILED = "train/failed_"  # prefix of the metric for each failure kind
 FAILED_EPISODES = f"{FAILED}episodes"
 
 
@@ -45,7 +45,7 @@ SHOWN_STAGES = {  # stages shown in parentheses after a step's total duration
 
 
 def part(value: str, *, label: str = "", detail: str = "", style: str = "") -> Text:
-    """Return one part of a line: `label value (detail)`."""
+    """Return one part of a line, formatted as `label value (detail)`."""
     pieces = [Text(label, "dim"), Text(value, style)]
     if detail:
         pieces.append(Text(f"({detail})", "dim"))

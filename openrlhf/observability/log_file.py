@@ -11,8 +11,8 @@ class LogFile:
     """An append-only text file. A failed write is reported once and never raised.
 
     Bytes that could not be written, for example because the disk is full, are buffered and written
-    before the next line. At most 64 MiB are buffered; further lines are dropped until there is
-    room.
+    before the next line. At most 64 MiB are buffered; further lines are dropped until there is room
+    in the buffer.
     """
 
     def __init__(self, path: Path) -> None:

@@ -11,7 +11,7 @@ from typing import Protocol, Self
 
 
 class Metric(Protocol):
-    """A number that can be merged with the same number from another micro-batch or rank."""
+    """A number that can be merged with its counterparts from other micro-batches and ranks."""
 
     @property
     def value(self) -> float:
@@ -19,7 +19,7 @@ class Metric(Protocol):
         ...
 
     def merge(self, other: Self) -> Self:
-        """Return the metric of everything that either metric covers."""
+        """Return the metric over everything covered by either metric."""
         ...
 
 
@@ -36,7 +36,7 @@ class Mean:
 
     @property
     def value(self) -> float:
-        """sum / count; NaN if nothing was counted."""
+        """The mean sum / count; NaN if nothing was counted."""
         if not self.count:
             return math.nan
         return self.sum / self.count
@@ -74,7 +74,7 @@ class Deviation:
 
     @property
     def value(self) -> float:
-        """√(squares / (count − 1)); 0 for a single number."""
+        """The standard deviation √(squares / (count − 1)); 0 for a single number."""
         return math.sqrt(self.squares / max(self.count - 1, 1))
 
 
@@ -85,7 +85,7 @@ class Max:
     value: float
 
     def merge(self, other: Self) -> Self:
-        """Return the metric with the larger value, or a metric whose value is NaN, if any."""
+        """Return the metric with the larger value, or with the value NaN if either is NaN."""
         if math.isnan(self.value) or self.value >= other.value:
             return self
         return other
@@ -98,15 +98,15 @@ class Last:
     value: float
 
     def merge(self, other: Self) -> Self:
-        """Return the other metric, which is newer."""
+        """Return `other`, which is the newer metric."""
         return other
 
 
 def merge_all(parts: Iterable[Mapping[str, Metric]]) -> dict[str, Metric]:
     """Merge the metrics of micro-batches and ranks, in order.
 
-    A metric that is missing from some parts is reduced over the parts that contain it. All parts
-    must reduce a metric in the same way.
+    A metric that is missing from some parts is reduced over the parts that contain it. A metric
+    must have the same reduction in all parts.
     """
     merged: dict[str, Metric] = {}
     for part in parts:

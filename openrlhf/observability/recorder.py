@@ -24,14 +24,13 @@ from openrlhf.observability.run_folder import (
 )
 from openrlhf.observability.trackers import make_trackers
 
-# At each step, samples.jsonl gets at most this number of episodes, of filtered episodes and of
-# failed episodes.
+# Maximum number of each kind of episode (kept, filtered, failed) in samples.jsonl per step.
 SAMPLES_PER_STEP = 16
 SAMPLES_PER_EVALUATION = 4  # always from the same prompts, so that evaluations can be compared
 
 
 class Recorder:
-    """Logger of a run's metrics and samples. Only the main process has one.
+    """Logger of a run's metrics and samples. Only the main process has a recorder.
 
     `resume_step` is the step from which a resumed run continues. The run reuses its folder
     `run_dir`, without the lines logged after that step.
@@ -62,7 +61,7 @@ class Recorder:
         self._close_lock = threading.Lock()  # any thread may close the recorder
         self._closed = False
         self.health = Health()
-        self.health.read(read_lines(self.folder.path / METRICS))  # lines logged before a resume
+        self.health.read(read_lines(self.folder.path / METRICS))  # lines from before the resume
 
     def _report_resume(self, config: RecordedCommand, run_dir: str, resume_step: int) -> None:
         """Print the step and folder of a resumed run, and the flags that have changed."""
@@ -89,7 +88,7 @@ class Recorder:
     ) -> None:
         """Log the metrics of an evaluation of the weights after `step`, and some samples.
 
-        The samples are one for each of the first prompts, and some failed ones.
+        The logged samples are one sample for each of the first prompts and some failed samples.
         """
         self.display.evaluation(step, values)
         self.log(step, values)
@@ -109,7 +108,7 @@ class Recorder:
         self._show_notices(self.health.see(step, values))
 
     def samples(self, step: int, trajectories: Sequence[Trajectory]) -> None:
-        """Log some of a step's episodes, including filtered ones and failed ones of every kind."""
+        """Log some of a step's episodes, including filtered episodes and all kinds of failures."""
         chosen = failed_of_every_kind(trajectories)[:SAMPLES_PER_STEP]
         for is_filtered in (True, False):
             finished = [
@@ -162,7 +161,7 @@ def _summarize_error(error: str) -> str:
 
 
 def failed_of_every_kind(trajectories: Sequence[Trajectory]) -> list[Trajectory]:
-    """Return the failed episodes: one of each failure kind, then another of each, and so on."""
+    """Return the failed episodes, cycling through the failure kinds."""
     by_kind: dict[Failure | None, list[Trajectory]] = {}
     for trajectory in trajectories:
         if trajectory.failed:

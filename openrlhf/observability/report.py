@@ -37,14 +37,14 @@ from openrlhf.observability.run_folder import (
 Row = dict[str, Any]  # a line of a .jsonl file
 Series = dict[str, list[tuple[float, float]]]  # curves by metric
 
-HUGE = 1e100  # a larger number only means that the training broke down
+HUGE = 1e100  # a larger value only indicates that training broke down
 MAX_SAMPLE_PAIRS = 4
 MAX_ERRORS = 10
 MAX_MORE_PANELS = 60
 MAX_TILES = 6
 
-# Regular expressions for the main metrics of a run, most important first. Each must match the whole
-# name.
+# Regular expressions for the main metrics of a run, most important first.
+# Each expression must match the full name.
 MAIN_NUMBERS = (
     r"eval/eval_.+_pass\d+",
     r"train/reward",
@@ -155,8 +155,8 @@ def write_report(
 ) -> Path:
     """Write the page about `stages`, which maps stage names to run folders. Returns `path`.
 
-    `tables` has the rows of the tables at the top of the page, starting with the column headings,
-    e.g. [["", "before", "after"], ["pass@1", 0.41, 0.62]].
+    `tables` contains the rows of the tables at the top of the page. A table starts with its column
+    headings, e.g. [["", "before", "after"], ["pass@1", 0.41, 0.62]].
     """
     path.parent.mkdir(parents=True, exist_ok=True)
     views = {name: read_stage(folder) for name, folder in stages.items()}
@@ -215,7 +215,7 @@ def read_stage(folder: Path) -> StageView:
 
 
 def command_flags(given: str) -> list[str]:
-    """Return the flags in config.yaml as on a command line."""
+    """Return the flags in config.yaml as they would be typed on a command line."""
     words: list[str] = []
     for path, value in read_flags(given).items():
         words.append(f"--{path} {value}")
@@ -240,7 +240,7 @@ def read_flags(config: str) -> dict[str, Any]:
         tree = yaml.safe_load(config)
     except yaml.YAMLError:
         return {}
-    if not isinstance(tree, dict):  # such as an empty file
+    if not isinstance(tree, dict):  # for example, an empty file
         return {}
     return _flatten(tree, "")
 
@@ -255,7 +255,7 @@ def _flatten(tree: Any, prefix: str) -> dict[str, Any]:
 
 
 def compare(runs: Mapping[str, Series]) -> list[Panel]:
-    """Return a panel for each main metric that several runs logged, with one line per run."""
+    """Return a panel for each main metric logged by several runs, with one line per run."""
     logged = set[str]().union(*runs.values())
     panels: list[Panel] = []
     for pattern in MAIN_NUMBERS:
@@ -311,7 +311,7 @@ class _PromptHistory:
 def read_samples(rows: Iterable[Row]) -> Samples:
     """Select the samples and errors that the report shows.
 
-    `rows` are read as a stream, because samples.jsonl may be larger than memory.
+    The `rows` are read as a stream, because samples.jsonl may be larger than memory.
     """
     errors: deque[str] = deque(maxlen=MAX_ERRORS)
     error_count = 0
@@ -359,7 +359,7 @@ def _pair_samples(
 
 
 def make_panel(title: str, names: Iterable[str], curves: Mapping[str, Curve]) -> Panel:
-    """Return a chart of curves by label, with the unit and definitions of the metrics `names`."""
+    """Return a chart of labeled curves, with the unit and definitions of the metrics `names`."""
     unit = ""
     definitions: dict[str, None] = {}
     for name in names:
@@ -389,7 +389,7 @@ def main_numbers(series: Series) -> list[MainNumber]:
 
 
 def short_label(name: str) -> str:
-    """Return a readable name for a metric: `train/total_length` is "total length"."""
+    """Return a readable name for a metric, e.g. "total length" for `train/total_length`."""
     if not name.startswith("eval/"):
         return name.partition("/")[2].replace("_", " ")
     label = evaluation_label(name)

@@ -94,7 +94,7 @@ class RunFolder:
             report_failed_write(self.path / name, error)
 
     def log_metrics(self, step: int, values: Mapping[str, float]) -> None:
-        """Append the metrics of a step, or of an evaluation after it."""
+        """Append the metrics of a step, or of an evaluation after that step."""
         numbers = {name: float(value) for name, value in values.items()}
         self._metrics.write(json_line({"step": step, "time": time.time(), **numbers}))
 
@@ -113,7 +113,7 @@ class RunFolder:
 def sample_row(step: int, trajectory: Trajectory, *, evaluation: bool = False) -> dict[str, Any]:
     """Return an episode's row for samples.jsonl.
 
-    The episode was generated for training step `step`, or to evaluate the weights after it.
+    The episode was generated for training step `step`, or to evaluate the weights after that step.
     """
     scores: dict[str, float] = {}
     if trajectory.score is not None:
@@ -170,7 +170,7 @@ def json_line(row: Mapping[str, Any]) -> str:
 
 
 def read_lines(path: Path) -> Iterator[dict[str, Any]]:
-    """Yield the rows of a .jsonl file that have a step; skip incomplete and unrelated lines.
+    """Yield the rows of a .jsonl file that have a step, skipping incomplete and unrelated lines.
 
     A missing file yields nothing. The file may be read while the run writes to it.
     """

@@ -1,4 +1,4 @@
-"""Terminal tables: evaluation results by data source, and rows of texts."""
+"""Terminal tables: evaluation results by data source, and rows of text."""
 
 import math
 from collections.abc import Iterable, Mapping, Sequence
@@ -31,7 +31,7 @@ def _format_number(number: float) -> str:
 
 
 def print_texts(title: str, heads: Sequence[str], rows: Iterable[Sequence[str]]) -> None:
-    """Print rows of texts below the given column headings."""
+    """Print rows of text below the given column headings."""
     table = Table(*heads, title=title, title_justify="left")
     for row in rows:
         table.add_row(*map(Text, row))

@@ -1,8 +1,8 @@
 """Mirrors of metrics.jsonl: TensorBoard and Weights & Biases.
 
 A tracker never stops a run. If it cannot start or fails later, a warning is printed once and the
-run continues without it; the run folder always contains every number. The only error, raised before
-models are loaded, is for a tracker whose flag is set but whose package is not installed.
+run continues without it; the run folder always contains every number. An error is raised only if a
+tracker's flag is set but its package is not installed, and only before models are loaded.
 """
 
 import importlib
@@ -24,7 +24,7 @@ from openrlhf.reporting import warn
 
 SAMPLES_NAME = "train/generated_samples"
 WANDB_KEY_LENGTH = 40  # a shorter --logger.wandb.key selects this machine's W&B login
-WANDB_SAMPLE_ROWS = 200  # limited, because the entire W&B table is uploaded each time it grows
+WANDB_SAMPLE_ROWS = 200  # limited because every new row uploads the entire W&B table again
 
 
 class Trackers:
@@ -63,7 +63,7 @@ class TensorBoardTracker:
     """TensorBoard event files, which can be read while the run is active."""
 
     def __init__(self, directory: Path, *, resume_step: int | None = None) -> None:
-        """Open the folder, and hide events that an earlier process wrote after `resume_step`.
+        """Open the folder, and hide events written after `resume_step` by an earlier process.
 
         Raises InUseError if another run uses the folder.
         """
@@ -79,7 +79,7 @@ class TensorBoardTracker:
         self._writer.flush()
 
     def log_samples(self, step: int, text: str, reward: float | None) -> None:
-        """Write the text of a sample and its reward, which TensorBoard shows unformatted."""
+        """Write the text of a sample and its reward; TensorBoard shows the text unformatted."""
         # Indented text is a Markdown code block, which is shown verbatim.
         verbatim = textwrap.indent(text, "    ", lambda line: True)
         self._writer.add_text(SAMPLES_NAME, f"reward {reward}\n\n{verbatim}", step)
@@ -116,7 +116,7 @@ class WandbTracker:
         self._samples = deque[tuple[int, str, float | None]](maxlen=WANDB_SAMPLE_ROWS)
 
     def log(self, step: int, values: Mapping[str, float]) -> None:
-        """Log the metrics of a step, on the axis of their stage."""
+        """Log the metrics of a step on the x axis of their stage."""
         row = dict(values)
         for name in values:
             stage, _, _ = name.partition("/")
@@ -136,7 +136,7 @@ class WandbTracker:
 
 
 def _wandb_axis(stage: str) -> str:
-    """Return the metric that serves as a stage's x axis.
+    """Return the name of the metric used as a stage's x axis.
 
     Evaluations have their own axis, because an asynchronous evaluation may be logged after later
     training steps.

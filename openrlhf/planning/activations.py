@@ -48,10 +48,11 @@ def pass_bytes(role: ModelRole, batch: Pass, constants: Constants) -> PassBytes:
 
 
 def _saved(role: ModelRole, batch: Pass, constants: Constants) -> tuple[float, float]:
-    """Return how many bytes a training pass keeps for its backward pass, and recomputes.
+    """Return how many bytes a training pass keeps for its backward pass and how many it recomputes.
 
     With gradient checkpointing, a recomputed layer keeps only its input, which may be in CPU
-    memory. The second value is the size of the largest recomputed layer's activations, or 0.
+    memory. The second returned value is the size of the largest recomputed layer's activations, or
+    0.
     """
     shape, b = role.shape, role.width
     layers = 0.0
@@ -65,7 +66,7 @@ def _saved(role: ModelRole, batch: Pass, constants: Constants) -> tuple[float, f
             layers += layer
     inputs = input_bytes(role, batch)
     if role.checkpoint_offload and role.gradient_checkpointing:
-        largest += inputs / role.recomputed_layers  # back on the device for its second run
+        largest += inputs / role.recomputed_layers  # moved back to the device for recomputation
         inputs = 0
     head = batch.tokens * _norm(role) + batch.scored * b * shape.hidden
     if shape.scalar and b < 4:
@@ -99,7 +100,7 @@ def _norm(role: ModelRole) -> float:
     """
     normalized = role.width
     if role.shape.model_type in GEMMA_LIKE:
-        normalized = 4  # multiplied by the weight in float32
+        normalized = 4  # product with the weight, in float32
     if not role.full_training:
         normalized = 0
     return (4 + normalized) * role.shape.hidden
@@ -109,7 +110,7 @@ def _attention(role: ModelRole, batch: Pass, constants: Constants) -> float:
     """Return how many bytes attention saves per token: queries, keys, values and outputs."""
     shape, b = role.shape, role.width
     queries, keys = shape.queries / role.tp, shape.keys / role.tp
-    statistics = 4 * shape.heads / role.tp  # log-sum-exp of the scores
+    statistics = 4 * shape.heads / role.tp  # the scores' log-sum-exp
     norms = 0.0
     if shape.qk_norm:
         norms = (4 + b) * (queries + keys)
@@ -137,7 +138,7 @@ def _mlp(role: ModelRole) -> float:
 
 
 def _inner_width(role: ModelRole) -> float:
-    """Return how many elements the inner activations of an MLP, or of experts, have per token."""
+    """Return the number of elements per token in the inner activations of an MLP or of experts."""
     shape = role.shape
     if not shape.experts:
         return shape.intermediate / role.tp

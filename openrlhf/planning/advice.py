@@ -1,7 +1,7 @@
-"""The nearest settings with which a run fits, and the longest sequences that fit.
+"""Finds the nearest settings with which a run fits, and the longest sequences that fit.
 
-A change is a flag with values from the mildest to the strongest. Changes that cost little time come
-first, then changes that cost more, then changes to what is trained.
+A change is a flag with values from the mildest to the strongest. Changes that slow the run down
+little come first, then changes that slow it down more, then changes to what is trained.
 """
 
 from __future__ import annotations
@@ -27,14 +27,14 @@ ENGINE_SHARES = (0.8, 0.7, 0.6, 0.5, 0.4, 0.3, 0.2)
 
 @dataclass(frozen=True)
 class Change:
-    """Flags that are changed together, with a set of values per strength, mildest first."""
+    """Flags that are changed together, with one set of values per strength, mildest first."""
 
     values: tuple[Mapping[str, Any], ...]
 
 
 @dataclass(frozen=True, kw_only=True)
 class Advice:
-    """Flags with which a run fits, and the plan with them."""
+    """Flags with which a run fits, and the resulting plan."""
 
     flags: Mapping[str, Any]
     plan: Plan
@@ -51,10 +51,10 @@ class Advice:
 def nearest_fit(config: Any, cluster: Cluster, *, thorough: bool = True) -> Advice | None:
     """Return the fewest and cheapest changes with which the run fits on the cluster, or None.
 
-    Single changes and then pairs of changes are tried, the cheapest first. If none of them is
-    enough, all changes are made, and each change without which the run still fits is then undone,
-    the most expensive first. Without `thorough`, only this second search runs. Adapters are
-    suggested only if no change makes full training fit on this cluster.
+    Single changes and then pairs of changes are tried, cheapest first. If no pair is enough, all
+    changes are made. Then every change that the run does not need in order to fit is undone,
+    starting with the most expensive one. Without `thorough`, single changes and pairs are not
+    tried. Adapters are suggested only if no change makes full training fit on this cluster.
     """
     search = Search(config, cluster)
     changes = list(_changes(config, cluster))
@@ -97,7 +97,7 @@ class Search:
         return None
 
     def fewest(self, changes: Sequence[Change], *, thorough: bool) -> Sequence[Change] | None:
-        """Return a small set of changes that make the run fit at full strength, or None."""
+        """Return a small set of changes that, at full strength, make the run fit, or None."""
         if thorough:
             for count in (1, 2):
                 for some in combinations(changes, count):
@@ -128,7 +128,7 @@ class Search:
 
 
 def _changes(config: Any, cluster: Cluster) -> Iterator[Change]:
-    """Yield the changes that this configuration has not made yet, the cheapest first."""
+    """Yield the changes not yet made in this configuration, cheapest first."""
     is_rl = not isinstance(config, SupervisedConfig)
     ds = config.ds
     if is_rl:
@@ -190,7 +190,7 @@ def _batch_changes(config: Any) -> Iterator[Change]:
 
 
 def _engine_changes(config: Any, cluster: Cluster) -> Iterator[Change]:
-    """Yield changes to engines: sleep and memory on shared devices, and parallelism."""
+    """Yield changes to engines: sleep mode, memory share on shared devices, and parallelism."""
     vllm, ds = config.vllm, config.ds
     if config.rollout.replay_dir or not cluster.on_gpus:
         return

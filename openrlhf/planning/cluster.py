@@ -23,8 +23,8 @@ class DeviceKind:
     link: float  # GB/s per direction to the other GPUs of the machine (NVLink, else PCIe)
 
 
-# From NVIDIA's data sheets. They state NVLink's bandwidth for both directions together; half of it
-# is used here.
+# These rates are from NVIDIA's data sheets.
+# The sheets give NVLink's bandwidth for both directions together, so it is halved here.
 KINDS_OF_DEVICES = {
     "V100": DeviceKind(32, 125, 900, 150),
     "A100": DeviceKind(80, 312, 2039, 300),
@@ -40,7 +40,7 @@ KINDS_OF_DEVICES = {
     "RTX3090": DeviceKind(24, 71, 936, 32),
     "RTX4090": DeviceKind(24, 165, 1008, 32),
 }
-UNNAMED = KINDS_OF_DEVICES["RTX4090"]  # its rates are used if only a memory size is given
+UNNAMED = KINDS_OF_DEVICES["RTX4090"]  # device whose rates are used if only a memory size is given
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -50,7 +50,7 @@ class Cluster:
     nodes: int = 1
     per_node: int = 1
     kind: str = ""  # a key of `KINDS_OF_DEVICES`, or empty
-    device_bytes: int  # memory of a device; on a CPU, of the machine
+    device_bytes: int  # memory of a device or, without GPUs, of a machine
     on_gpus: bool = True
 
     @property
@@ -76,8 +76,8 @@ class Cluster:
 def parse_cluster(text: str, *, free_bytes: int = 0) -> Cluster:
     """Parse the description of a cluster.
 
-    GB counts 2³⁰ bytes, as in the names of GPUs. `cpu` without a size stands for `free_bytes` of
-    memory. Raises PlanError for any other form, and for an unknown device without a size.
+    GB counts 2³⁰ bytes, as in the names of GPUs. The text `cpu` without a size means `free_bytes`
+    of memory. Raises PlanError for malformed text, and for an unknown device without a size.
     """
     machine = CPU_MACHINE.fullmatch(text)
     if machine:

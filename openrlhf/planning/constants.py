@@ -9,21 +9,21 @@ from openrlhf.planning.usage import MIB
 
 @dataclass(frozen=True, kw_only=True)
 class Constants:
-    """Numbers that must be measured: sizes of libraries, and factors applied to computed sizes."""
+    """Measured numbers: sizes of libraries, and factors applied to computed sizes."""
 
     device: str  # "cpu" or "cuda"
-    measured: bool  # False: some are estimates that have not been confirmed by measurement
-    process_bytes: int  # a training process before it loads a model
-    engine_process_bytes: int  # an engine's process before it loads its model
+    measured: bool  # False if some numbers are estimates not yet confirmed by measurement
+    process_bytes: int  # size of a training process before it loads a model
+    engine_process_bytes: int  # size of an engine's process before it loads its model
     reserve: float  # share of a prediction that must remain free, because it may be too low
-    role_bytes: int = 0  # the first model of a process, in addition to its tensors
-    rounded_bytes: int = 0  # a process with bfloat16 models: oneDNN's compiled kernels
-    sharded_bytes: int = 0  # a trained model under ZeRO 3: DeepSpeed's buffers
+    role_bytes: int = 0  # overhead of a process's first model, in addition to its tensors
+    rounded_bytes: int = 0  # oneDNN's compiled kernels, in a process with bfloat16 models
+    sharded_bytes: int = 0  # DeepSpeed's buffers for a trained model under ZeRO 3
     activation_factor: float = 1.0  # applied to activations that are saved for the backward pass
     transient_factor: float = 1.0  # applied to the temporary tensors of one layer
     logits_factor: float = 1.0  # applied to one chunk of logits and its temporary tensors
     allocator_factor: float = 1.0  # applied to all activations and logits, for fragmentation
-    engine_bytes: int = 0  # an engine, in addition to its weights and KV cache
+    engine_bytes: int = 0  # size of an engine without its weights and KV cache
 
 
 CPU = Constants(
@@ -37,10 +37,11 @@ CPU = Constants(
     sharded_bytes=8 * MIB,
     engine_bytes=200 * MIB,
 )
-# `process_bytes` and `allocator_factor` were measured on one H100 with torch 2.11: the CUDA context
-# with torch's kernels, and the memory that PyTorch's allocator holds in addition to the tensors.
-# `reserve` covers the optimizer's step, which needed up to 12.2 % more than predicted (10,206 MiB
-# instead of 9,100). The numbers for the engine are estimates.
+# `process_bytes` and `allocator_factor` were measured on one H100 with torch 2.11.
+# `process_bytes` is the size of the CUDA context with torch's kernels.
+# `allocator_factor` covers memory held by PyTorch's allocator in addition to the tensors.
+# `reserve` covers the optimizer's step, which needed up to 12.2 % more than predicted
+# (10,206 MiB instead of 9,100). The numbers for the engine are estimates.
 CUDA = Constants(
     device="cuda",
     measured=False,

@@ -1,4 +1,4 @@
-"""Memory of an inference engine on one of its devices: what vLLM allocates."""
+"""Memory that vLLM allocates for an inference engine on one of its devices."""
 
 from __future__ import annotations
 
@@ -10,8 +10,8 @@ from openrlhf.planning.usage import Instant, Usage
 def cache_bytes_per_token(engine: EngineRole) -> float:
     """Return the size of a token's keys and values on one device of an engine, in bytes.
 
-    Tensor parallelism splits the heads. If there are fewer key-value heads than devices, each of
-    these devices has one of them, so some devices have the same.
+    Tensor parallelism splits the heads. If there are fewer key-value heads than devices, each
+    device has one head, and some devices have the same head.
     """
     shape = engine.shape
     layers = shape.layers / (engine.devices / engine.tp)

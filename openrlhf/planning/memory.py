@@ -1,4 +1,4 @@
-"""Memory of each role on one rank at each instant: what DeepSpeed, PyTorch and vLLM allocate.
+"""Memory that DeepSpeed, PyTorch and vLLM allocate for each role on one rank at each instant.
 
 The training state depends on DeepSpeed's optimizer: torch's own at stage 0, `BF16_Optimizer` at
 stage 1 in bfloat16, `DeepSpeedZeroOptimizer` otherwise at stages 1 and 2, and
@@ -104,13 +104,13 @@ class RoleMemory:
     def _gathered_in_training(self) -> int:
         """The size of the weights that are gathered at the same time in a training pass, in bytes.
 
-        DeepSpeed knows the order of the weights, so it frees each of them after its use.
+        DeepSpeed has recorded the order of the weights, so it frees each weight after use.
         """
         return min(self.gathered_bytes, self.role.width * self.role.shape.largest_weight)
 
     @cached_property
     def optimizer_bytes(self) -> int:
-        """The size of moments and float32 master weights, on the device or not, in bytes."""
+        """The size of moments and float32 master weights in bytes, on any device."""
         role = self.role
         if not role.trained:
             return 0
@@ -119,7 +119,7 @@ class RoleMemory:
 
     @cached_property
     def moment_bytes(self) -> int:
-        """The bytes of the optimizer's moments, wherever they are."""
+        """The size of the optimizer's moments in bytes, on any device."""
         return round(moment_width(self.role) * self.owned)
 
     @property
@@ -146,7 +146,7 @@ class RoleMemory:
         if role.zero_stage == 0:
             return Gradients(kept=role.width * self.trained, step=flattened)
         if self._has_bf16_optimizer:
-            buffer = g * self.trained  # `BF16_Optimizer` does not shard it
+            buffer = g * self.trained  # `BF16_Optimizer` does not shard this buffer
             largest = 4 * self._largest_trained()
             reduced = 2 * flattened if role.ranks > 1 else 0
             return Gradients(
@@ -160,7 +160,7 @@ class RoleMemory:
     def _zero_gradients(self, g: int) -> Gradients:
         """Return the size of the gradients of `DeepSpeedZeroOptimizer` (stages 1 and 2)."""
         role, owned = self.role, self.owned
-        has_copies = g != role.width  # summed in a dtype that differs from the weights'
+        has_copies = g != role.width  # gradients are summed in a different dtype than the weights'
         bucket = role.width * self._bucket_elements()
         host = 0
         if role.adam_offload:
@@ -169,7 +169,7 @@ class RoleMemory:
             whole = role.width * self.trained
             if has_copies:
                 whole += g * self.trained
-            step = 0 if role.adam_offload else 4 * self.trained  # flattened before they are divided
+            step = 0 if role.adam_offload else 4 * self.trained  # gradients are flattened first
             extra = bucket if self.constants.device == "cuda" else 0
             return Gradients(kept=whole, backward=extra, step=step, host=host)
         # gradients are freed once their bucket is full
@@ -212,7 +212,7 @@ class RoleMemory:
             state += self.optimizer_bytes
         if role.ema:
             # Under ZeRO 3, each rank averages its own part; otherwise, rank 0 averages all weights.
-            # On GPUs, `machine_bytes` adds its average once.
+            # On GPUs, `machine_bytes` adds the average once.
             if role.sharded:
                 state += 4 * self.trained // role.ranks
             elif self.constants.device == "cpu":
@@ -232,7 +232,7 @@ class RoleMemory:
         if role.trained:
             usage += Usage(optimizer=self._sampled_bytes())
         else:
-            usage += Usage(weights=self.gathered_bytes)  # stay gathered after a pass
+            usage += Usage(weights=self.gathered_bytes)  # gathered weights are kept after a pass
         if role.sleeps and not awake:
             return usage
         if not role.adam_offload:
@@ -286,9 +286,9 @@ class RoleMemory:
         return on_cpu and not role.trained and role.width < role.shape.stored_width
 
     def _proof(self) -> Usage:
-        """Return the memory of the passes that check the layout of batches (`models.proof`)."""
+        """Return the memory of the passes that check the batch layout (`models.proof`)."""
         batch = replace(PROOF, packed=(self.role.training or self.role.scoring or PROOF).packed)
-        role = replace(self.role, gradient_checkpointing=False)  # off outside of training
+        role = replace(self.role, gradient_checkpointing=False)  # only training uses checkpointing
         sizes = pass_bytes(role, batch, self.constants)
         return Usage(activations=sizes.saved, logits=sizes.backward_logits)
 
@@ -304,11 +304,10 @@ class RoleMemory:
             # the master weights are slices of a copy of the weights
             copied = self.owned if role.sharded else self.trained
             if role.width < 4 and not self._has_bf16_optimizer:
-                copied = 0  # the slices are converted to float32, without such a copy
+                copied = 0  # the slices are converted to float32 without copying all weights
             grown += self.passing() + Usage(weights=role.width * copied)
         if role.width < 4:
-            # three copies of the largest weight, to restore its low bits: as stored, float32,
-            # rounded
+            # restoring low bits takes the largest weight three times: stored, float32, rounded
             grown += Usage(weights=9 * role.shape.largest_weight)
         return [flattened, grown]
 
@@ -348,7 +347,7 @@ class RoleMemory:
         return {Instant.FORWARD: forward, Instant.BACKWARD: backward, Instant.STEP: step}
 
     def _sampled_bytes(self) -> int:
-        """Return the size of the copied weights from which changes in a step are counted."""
+        """Return the size of the weight copies from which the changes in a step are counted."""
         if self.role.dtype == "fp32":
             return 0
         return self.role.width * min(self.owned, SAMPLED_WEIGHTS)
@@ -376,7 +375,7 @@ class RoleMemory:
 
 
 def _forward(sizes: PassBytes, inner: int) -> Usage:
-    """Return the forward peak, which is in the last layer or in the output layer."""
+    """Return the peak of a forward pass, which occurs in the last layer or in the output layer."""
     activations = sizes.saved
     if sizes.forward_logits > inner:
         return Usage(activations=activations, logits=sizes.forward_logits)
@@ -423,7 +422,7 @@ def predict_role(role: ModelRole, constants: Constants) -> dict[Instant, Usage]:
 def predict_host(role: ModelRole, constants: Constants) -> dict[Instant, Usage]:
     """Return the CPU memory that a role occupies on one rank, by instant.
 
-    For ranks on GPUs, the machine must provide it in addition to the GPU memory.
+    For ranks on GPUs, the machine must provide this memory in addition to the GPU memory.
     """
     memory = RoleMemory(role, constants)
     weights, state = memory.on_host

@@ -82,7 +82,7 @@ def _hub_reader(path: str) -> Read:
         )
     endpoint = os.environ.get("HF_ENDPOINT", "https://huggingface.co")
 
-    from urllib import request as http  # loads TLS, which local models do not need
+    from urllib import request as http  # the import loads TLS, which local models do not need
 
     def read(name: str, start: int, length: int | None) -> bytes:
         request = http.Request(f"{endpoint}/{path}/resolve/main/{name}")

@@ -80,7 +80,7 @@ def trained_role(
 
 
 def ring_part(tokens: int, ranks: int) -> int:
-    """Return how many tokens of a row each rank of a ring gets, with padding."""
+    """Return how many tokens of a row each rank of a ring gets, including padding."""
     return math.ceil(tokens / ranks)
 
 
@@ -129,8 +129,8 @@ def offline_roles(config: SupervisedConfig, ranks: int, on_gpus: bool) -> tuple[
 def _teacher_bytes(config: KDConfig, scored: int) -> int:
     """Return the size of the teacher's top logits and their tokens, or of its states, in bytes.
 
-    In addition to the states, the output layer's weights are counted, which are copied if the
-    teacher's own are sharded or leave the device.
+    The size of the states includes the output layer's weights, which are copied if the teacher's
+    weights are sharded or leave the device.
     """
     if config.kd.top_k:
         return 16 * scored * config.kd.top_k
@@ -142,7 +142,7 @@ def _teacher_bytes(config: KDConfig, scored: int) -> int:
 
 
 def _frozen_model(config: SupervisedConfig) -> tuple[str, str, bool] | None:
-    """Return the frozen model's name, path and offload setting, or None without one."""
+    """Return the frozen model's name, path and offload setting, or None if none is used."""
     if isinstance(config, KDConfig) and not config.kd.served:
         return "teacher", config.kd.teacher_model, config.kd.teacher_offload
     if isinstance(config, ReferencedConfig):

@@ -16,7 +16,7 @@ from openrlhf.planning.roles import Hosts
 from openrlhf.planning.usage import Instant, Usage, gib
 
 FILLED = 0.98  # the share of a device's memory that a plan may use; the driver needs the rest
-# Instants at which all models of a process are in the same state.
+# Instants at which all models in a process are in the same state.
 AT_REST = (Instant.IDLE, Instant.GENERATE)
 
 
@@ -37,7 +37,10 @@ class Process:
     framework: int  # bytes of each process before its first model
 
     def at(self, instant: Instant) -> dict[str, Usage]:
-        """Return the memory of the framework and of each tenant, with only the busiest active."""
+        """Return the memory of the framework and of each tenant, with one tenant active.
+
+        The active tenant is the one whose memory grows the most at this instant.
+        """
         active = self._busiest(instant)
         held: dict[str, Usage] = {"framework": Usage(framework=self.framework) * self.count}
         for tenant in self.tenants:
@@ -88,8 +91,9 @@ class Pool:
     def room(self) -> int:
         """The number of spare bytes at the peak; negative if the memory is too small.
 
-        Part of the memory is reserved for prediction errors, except in the KV cache, whose size is
-        set, and in a running engine's share of a GPU: vLLM fills what its weights leave free.
+        Part of the memory is reserved for prediction errors. This excludes the KV cache, whose size
+        is set, and a running engine's share of a GPU, because vLLM fills all memory left free by
+        the weights.
         """
         predicted = 0
         for usage in self.at(self.peak).values():
@@ -101,18 +105,18 @@ class Pool:
 
     @property
     def fits(self) -> bool:
-        """True if every instant fits."""
+        """True if the memory suffices at every instant."""
         return self.room >= 0 and not self.problems
 
     @property
     def holds_weights(self) -> bool:
-        """True if at least the weights fit."""
+        """True if the weights alone fit."""
         at_rest = self.at(Instant.IDLE).values()
         return sum(usage.weights + usage.framework for usage in at_rest) <= self.capacity
 
     @property
     def cause(self) -> tuple[str, str, int]:
-        """The model and the kind of memory that take up the most at the peak, and their size."""
+        """The model and kind of memory with the largest size at the peak, and that size."""
         largest = ("", "", 0)
         for name, usage in self.at(self.peak).items():
             for kind, size in vars(usage).items():
@@ -144,12 +148,12 @@ class Plan:
 
     @property
     def holds_weights(self) -> bool:
-        """True if at least the weights fit on every device."""
+        """True if the weights alone fit on every device."""
         return all(pool.holds_weights for pool in self.pools)
 
     @property
     def tightest(self) -> Pool:
-        """The pool with the least spare memory."""
+        """The memory pool with the least spare memory."""
         return min(self.pools, key=lambda pool: pool.room)
 
 

@@ -99,7 +99,7 @@ def _rl_training(config: PPOConfig, ranks: int) -> dict[str, Any]:
 def _rl_pass(config: PPOConfig, samples: int, budget: int | None) -> Pass:
     """Return the largest pass for `samples` samples, or for a budget of tokens per device.
 
-    A sample that exceeds the budget gets its own pass.
+    A sample that exceeds the token budget gets its own pass.
     """
     length, ds = config.data.max_len, config.ds
     tokens = samples * length

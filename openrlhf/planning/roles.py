@@ -18,12 +18,12 @@ class Pass:
     tokens: int  # positions that the decoder computes on this rank, with padding
     longest: int  # tokens in the longest sequence
     scored: int  # positions for which logits (or scalar values) are computed
-    packed: bool = True  # False: a right-padded block with an attention mask
+    packed: bool = True  # False for a right-padded block with an attention mask
 
 
 @dataclass(frozen=True, kw_only=True)
 class ModelRole:
-    """A model on one rank. `shape` has the sizes of the unsharded model."""
+    """A model on one rank. `shape` contains the sizes of the unsharded model."""
 
     name: str  # policy, critic, reference, reward or teacher
     shape: ModelShape
@@ -36,8 +36,8 @@ class ModelRole:
     optimizer: str = "adam"
     grad_accum_dtype: str = "fp32"
     adam_offload: bool = False
-    param_offload: bool = False  # weights are in CPU memory between uses
-    sleeps: bool = False  # the training state is in CPU memory between updates (sleep)
+    param_offload: bool = False  # True if weights are in CPU memory between uses
+    sleeps: bool = False  # True if the training state is in CPU memory between updates
     lora_rank: int = 0
     lora_modules: tuple[str, ...] = ("all-linear",)
     dora: bool = False
@@ -46,7 +46,7 @@ class ModelRole:
     gradient_checkpointing: bool = False
     checkpoint_every: int = 1  # with gradient checkpointing, every N-th layer is recomputed
     checkpoint_offload: bool = False  # the inputs of recomputed layers are in CPU memory
-    flash: bool = False  # uses FlashAttention, which needs no mask and no float32 copies
+    flash: bool = False  # True for FlashAttention, which needs no mask and no float32 copies
     overlap_comm: bool = False
     entropy: bool = False  # the policy's entropy is computed
     keeps_logits: bool = False  # autograd keeps the logits (KD, PRM, adapters)
@@ -94,10 +94,10 @@ class EngineRole:
     dtype: str = "bf16"
     devices: int = 1  # devices that split the engine's weights and KV cache
     tp: int = 1  # devices that split each layer
-    memory_share: float | None = None  # of a device; None: `cache_bytes` is set (CPU)
+    memory_share: float | None = None  # share of a device's memory; None with `cache_bytes`
     cache_bytes: int = 0
     max_len: int = 2048  # tokens in the longest sequence
-    sleeps: bool = False  # frees its device memory between rollouts
+    sleeps: bool = False  # True if the engine frees its device memory between rollouts
     quantized: bool = False
     bucket_bytes: int = 0  # size of the buffer that receives published weights
 
@@ -110,7 +110,7 @@ class EngineRole:
 def check_split(flag: str, ranks: int, heads: int, *, what: str) -> None:
     """Raise SplitError unless `heads` attention heads can be shared equally by `ranks` ranks.
 
-    `what` names the heads and the model, and `flag` the number of ranks.
+    For the message, `what` names the heads and the model, and `flag` sets the number of ranks.
     """
     if heads % ranks == 0:
         return
@@ -122,7 +122,10 @@ def check_split(flag: str, ranks: int, heads: int, *, what: str) -> None:
 
 @dataclass(frozen=True, kw_only=True)
 class Hosts:
-    """Processes that host the same models, one process per device. `engine` shares the devices."""
+    """Processes that host the same models, one process per device.
+
+    The devices are shared with `engine`.
+    """
 
     processes: int
     roles: tuple[ModelRole, ...] = ()

@@ -18,16 +18,16 @@ HEADS = re.compile(r"(lm_head|embed_out|score)\.weight")
 
 
 class PlanError(UserError, ValueError):
-    """A model or cluster for which no plan can be made."""
+    """Error for a model or cluster that cannot be planned."""
 
 
 class SplitError(PlanError):
-    """A number of ranks that cannot share a model's attention heads equally."""
+    """Error for a number of ranks that cannot share a model's attention heads equally."""
 
 
 @dataclass(frozen=True)
 class Weight:
-    """A weight as loaded, where the experts of a layer are stacked into one tensor."""
+    """A weight as loaded, with all experts of a layer stacked into one tensor."""
 
     name: str
     shape: tuple[int, ...]
@@ -71,13 +71,13 @@ class ModelShape:
     heads: int
     kv_heads: int
     head_dim: int
-    intermediate: int  # of a dense layer, or of one expert
+    intermediate: int  # intermediate size of a dense layer or of one expert
     vocabulary: int
     tied: bool  # True if the output layer shares the embeddings' weight
     weights: tuple[Weight, ...]
-    experts: int = 0  # per layer; 0: every layer is dense
+    experts: int = 0  # number of experts per layer; 0 if every layer is dense
     experts_per_token: int = 0
-    shared_intermediate: int = 0  # of the shared expert, which all tokens use
+    shared_intermediate: int = 0  # intermediate size of the shared expert, which all tokens use
     qk_norm: bool = False
     norms_per_layer: int = 2
     windows: tuple[int | None, ...] = ()  # sliding window of each layer, in tokens
@@ -137,13 +137,13 @@ class ModelShape:
 class Family:
     """Differences between an architecture's weights and Llama's."""
 
-    qkv_bias: bool | None = None  # None: set by `attention_bias` in config.json
+    qkv_bias: bool | None = None  # None if config.json decides (`attention_bias`)
     output_bias: bool | None = None
     qk_norm: str = ""  # "head": one norm per head; "all": one norm over all heads
     norms: tuple[str, ...] = ("input_layernorm", "post_attention_layernorm")
     fused: tuple[str, ...] = ()  # projections that share one matrix: "qkv", "gate_up"
-    tied: bool = False  # the default of tie_word_embeddings
-    head_dim: int | None = None  # the default of head_dim; None: hidden size ÷ heads
+    tied: bool = False  # default value of tie_word_embeddings
+    head_dim: int | None = None  # default head_dim; None for hidden size ÷ heads
     mixture: bool = False
     expert_width: str = "intermediate_size"
 
@@ -188,7 +188,7 @@ FAMILIES = {
         expert_width="moe_intermediate_size",
     ),
 }
-# Architectures that may describe their sliding layers by a period instead of `layer_types`.
+# Architectures that may specify sliding layers with a period instead of `layer_types`.
 ALL_SLIDING = ("mistral", "mixtral")
 WINDOW_PERIODS = {"gemma2": 2, "gemma3_text": 6}
 
@@ -268,7 +268,7 @@ def shape_from_headers(
 
 
 def _stored_width(config: Mapping[str, Any]) -> int:
-    """Return how many bytes a parameter has in the data type that config.json names."""
+    """Return the number of bytes per parameter in the data type named by config.json."""
     text = text_config(config)
     named = [each.get(key) for each in (text, config) for key in ("dtype", "torch_dtype")]
     return 2 if "bfloat16" in named or "float16" in named else 4
@@ -279,7 +279,7 @@ def _sizes(
 ) -> dict[str, int]:
     """Read the sizes of a ModelShape from config.json. Raises PlanError if one is missing.
 
-    `experts` is the number of experts if it is known from the weights.
+    `experts` is the number of experts, if known from the weights.
     """
     try:
         hidden = int(text["hidden_size"])

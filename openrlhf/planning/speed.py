@@ -4,8 +4,8 @@ Compute: a forward pass takes 2 operations per active parameter and token, and 2
 attention over T tokens (q: width of the queries); a backward pass takes twice as much, and gradient
 checkpointing adds a forward pass (Korthikanti et al. 2022, arXiv:2205.05198; Narayanan et al. 2021,
 arXiv:2104.04473). With adapters, a backward pass takes as much as a forward pass. Communication:
-ZeRO's communication volumes (Rajbhandari et al. 2020, arXiv:1910.02054). Generation is limited by
-memory bandwidth: each token reads the weights and the KV cache once (Pope et al. 2022,
+ZeRO's communication volumes are from Rajbhandari et al. 2020 (arXiv:1910.02054). Generation is
+limited by memory bandwidth: each token reads the weights and the KV cache once (Pope et al. 2022,
 arXiv:2211.05102).
 """
 
@@ -18,14 +18,15 @@ from openrlhf.planning.cluster import Cluster
 from openrlhf.planning.engines import cache_bytes_per_token
 from openrlhf.planning.roles import EngineRole, ModelRole
 
-# Training reaches this share of the matrix-product rate in the data sheet. A100s reach 45 to 70 %
-# in published runs (docs/planning.md), and faster devices with similar memory reach less.
+# Share of the data sheet's matrix-product rate that training achieves.
+# A100s achieve 45 to 70 % in published runs (docs/planning.md).
+# Faster devices with similar memory achieve less.
 EFFICIENCY = 0.55
 NEW_EFFICIENCY = 0.45
 NEWER_THAN = 600.0  # TFLOP/s
-MEMORY_EFFICIENCY = 0.6  # the share of the memory bandwidth that decoding reaches
+MEMORY_EFFICIENCY = 0.6  # the share of the memory bandwidth that decoding achieves
 NETWORK = 25.0  # GB/s per device and direction to other machines: one 200 Gbit/s adapter each
-HIDDEN = 0.5  # the share of the computation time in which communication can be hidden
+HIDDEN = 0.5  # the share of the computation time that can overlap with communication
 HOST_BANDWIDTH = 100.0  # GB/s of a machine's CPU memory, which limits CPU Adam
 PCIE = 20.0  # GB/s per device
 ADAM_BYTES = 28  # bytes that CPU Adam reads and writes per weight: gradient, masters, moments
@@ -37,7 +38,7 @@ class TrainingTime:
     """The estimated time of one model's optimizer step."""
 
     compute: float  # seconds
-    communication: float  # seconds, before overlap with computation
+    communication: float  # seconds, ignoring overlap with computation
     optimizer: float  # seconds, if the optimizer is offloaded
     sent_bytes: float  # per device
 
@@ -49,7 +50,7 @@ class TrainingTime:
 
 
 def rate(cluster: Cluster) -> float:
-    """Return how many operations per second one device reaches in matrix products."""
+    """Return how many operations per second one device achieves in matrix products."""
     teraflops = cluster.rates.teraflops
     efficiency = NEW_EFFICIENCY if teraflops > NEWER_THAN else EFFICIENCY
     return teraflops * 1e12 * efficiency

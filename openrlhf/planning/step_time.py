@@ -39,10 +39,10 @@ def step_lines(config: Any, cluster: Cluster) -> list[str]:
 
 
 def _batch_tokens(config: SupervisedConfig, model: ModelRole, batch: Pass) -> int:
-    """Return the number of tokens of all passes like `batch` in an optimizer step."""
+    """Return the total number of tokens in all passes like `batch` in an optimizer step."""
     of_rank = max(1, config.train.batch_size // model.dp)
     micro = min(config.train.micro_batch_size, of_rank)
-    # sequences per sample, which is two for pairs
+    # sequences per sample (two for pairs)
     rows = max(1, round(batch.tokens * model.sp / (micro * config.data.max_len)))
     return config.train.batch_size * rows * config.data.max_len
 
@@ -50,14 +50,14 @@ def _batch_tokens(config: SupervisedConfig, model: ModelRole, batch: Pass) -> in
 def _frozen_seconds(
     config: SupervisedConfig, roles: Sequence[ModelRole], cluster: Cluster
 ) -> float:
-    """Return the seconds that the passes of the reference or the teacher take in a step."""
+    """Return the time of the reference's or teacher's passes in a step, in seconds."""
     frozen = [role for role in roles if not role.trained]
     if isinstance(config, ReferencedConfig):
         is_precomputed = isinstance(config, DPOConfig) and config.ref.precompute
         if is_precomputed or not config.needs_reference:
             return 0.0
         if config.reference_is_policy:
-            frozen = list(roles)  # the policy without its adapters
+            frozen = list(roles)  # the policy with its adapters disabled
     seconds = 0.0
     for role in frozen:
         assert role.scoring
@@ -69,7 +69,7 @@ def _frozen_seconds(
 def _training(
     groups: Sequence[Hosts], cluster: Cluster, *, tokens: int, updates: int, config: Any
 ) -> tuple[float, list[str]]:
-    """Return the seconds that all optimizer steps take, and a line for each trained model.
+    """Return the seconds taken by all optimizer steps, and a line for each trained model.
 
     Models on the same devices are trained one after the other.
     """
@@ -92,7 +92,7 @@ def _training(
 
 
 def _rl(config: Any, groups: Sequence[Hosts], cluster: Cluster) -> tuple[float, list[str]]:
-    """Return the seconds that an RL step takes, and a line for each of its phases."""
+    """Return the seconds taken by an RL step, and a line for each of its phases."""
     length, samples = config.data.max_len, config.samples
     answer = min(config.rollout.max_new_tokens or length // 2, length)
     tokens = samples * length

@@ -12,7 +12,7 @@ SHOWN = tuple(instant for instant in Instant if instant is not Instant.IDLE)
 HEADINGS = {"kv_cache": "KV cache", "publication": "publication"}
 LABEL = 12  # width of the first column
 COLUMN = 12
-SMALL = 8 * GIB  # plans below this total are shown in MiB
+SMALL = 8 * GIB  # below this total, plans are shown in MiB
 UNMEASURED = "Some constants for this kind of device are estimates."
 
 

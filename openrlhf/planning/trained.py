@@ -1,14 +1,14 @@
-"""Trained weights on one rank, and the sizes of the moments that an optimizer keeps for them."""
+"""Trained weights on one rank, and the sizes of the optimizer's moments for these weights."""
 
 from __future__ import annotations
 
 from openrlhf.planning.roles import ModelRole
 from openrlhf.planning.shapes import EMBEDDINGS, HEADS, Weight
 
-ROW_SPLIT = ("o_proj", "down_proj")  # tensor parallelism splits these along their inputs
-ADAM_BYTES = 8  # Adam's two moments of a weight, which every optimizer has for some weights
-# The bytes of a weight's moments, for the weights that an optimizer treats specially. With
-# adam_8bit, each of two moments has one byte, and a float32 scale for each block of 256 weights.
+ROW_SPLIT = ("o_proj", "down_proj")  # layers that tensor parallelism splits along their inputs
+ADAM_BYTES = 8  # size of Adam's two moments, which every optimizer has for some weights
+# Size in bytes of a weight's moments, for weights that an optimizer treats specially.
+# With adam_8bit, each of the two moments has one byte and a float32 scale per block of 256 weights.
 SPECIAL_BYTES = {"muon": 4, "adam_8bit": 2 * (1 + 4 / 256)}
 MIN_8BIT_SIZE = 4096  # `training.optimizers.MIN_8BIT_SIZE`
 
@@ -85,7 +85,7 @@ def _is_special(role: ModelRole, weight: Weight) -> bool:
 def _special_in_adapter(role: ModelRole, weight: Weight) -> int:
     """Return how many elements of a weight's adapter muon or adam_8bit treats specially.
 
-    The sizes before tensor parallelism decide.
+    The decision depends on the sizes before tensor parallelism.
     """
     whole = adapter_sizes(role, weight, 1)
     local = adapter_sizes(role, weight, role.tp)

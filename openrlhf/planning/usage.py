@@ -10,7 +10,7 @@ GIB = 2**30
 
 
 class Instant(StrEnum):
-    """A phase of a run. The memory at an instant is the peak during this phase."""
+    """A phase of a run. The memory at an instant is the peak memory during this phase."""
 
     LOAD = "load"  # the models are loaded and the optimizer is created
     IDLE = "idle"  # between two phases
