@@ -117,7 +117,7 @@ def test_every_module_is_in_a_package_with_a_level() -> None:
 
 
 @pytest.mark.parametrize("module", MODULES, ids=str)
-def test_imports_point_down_and_siblings_do_not_import_each_other(module: Module) -> None:
+def test_modules_import_only_from_lower_levels_and_not_from_siblings(module: Module) -> None:
     rooms = {name.split(".")[1] for name in module.imports() if name.startswith("openrlhf.")}
     others = rooms & LEVELS.keys() - {module.room}
     wrong = {room for room in others if LEVELS[room] >= LEVELS.get(module.room, 9)}

@@ -58,7 +58,7 @@ def test_violations_of_a_config_error_are_listed_with_other_failures() -> None:
     assert caught.value.violations == ["a", "b", "c"]
 
 
-def test_same_failure_of_two_checks_is_reported_once() -> None:
+def test_identical_failures_of_two_checks_are_reported_once() -> None:
     def failing() -> list[Finding]:
         raise UserError("the token is unknown")
 

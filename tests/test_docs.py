@@ -202,7 +202,7 @@ def test_symbol_links_and_curves_are_up_to_date(
     assert path.read_text() == rewritten(path)
 
 
-def test_symbol_link_follows_definition_and_undefined_symbol_is_an_error() -> None:
+def test_symbol_link_points_to_definition_and_undefined_symbol_is_an_error() -> None:
     stale = "[`advantages.gae`](somewhere/else.py#L1)"
     assert (
         relinked(stale, ROOT / "docs") == "[`advantages.gae`](../openrlhf/algorithms/advantages.py)"
@@ -293,7 +293,7 @@ def test_no_two_recorded_runs_have_the_same_curve(path: Path) -> None:
 
 
 @pytest.mark.parametrize("name", CORRECTIONS)
-def test_correction_changes_learning_from_stale_samples_more_than_seeds_do(
+def test_correction_affects_learning_from_stale_samples_more_than_seeds_do(
     name: str,
 ) -> None:
     runs = by_name(read_runs())

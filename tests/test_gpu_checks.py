@@ -46,13 +46,13 @@ def test_check_that_fails_hangs_or_crashes_does_not_stop_others(tmp_path: Path) 
     assert seen["test_passes"]["tokens_per_second"] == "7"
 
 
-def test_all_checks_skipped_is_not_a_success(tmp_path: Path) -> None:
+def test_run_that_skips_all_checks_is_not_a_success(tmp_path: Path) -> None:
     file = tmp_path / "test_it.py"
     file.write_text("import pytest\ndef test_skipped(): pytest.skip('no GPU')\n")
     assert not run({(f"{file}::test_skipped",): 30}, tmp_path / "seen.json")
 
 
-def test_checks_are_listed_but_not_run_without_time(tmp_path: Path) -> None:
+def test_checks_are_listed_but_not_run_if_no_time_is_left(tmp_path: Path) -> None:
     assert not run({("test_it.py::test_none",): 10}, tmp_path / "seen.json", minutes=0)
     assert json.loads((tmp_path / "seen.json").read_text())["checks"] == {
         "test_it.py::test_none": {"outcome": "no time left"}

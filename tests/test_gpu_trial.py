@@ -163,7 +163,7 @@ def row(number: int, reward: float) -> dict[str, float]:
     }
 
 
-def test_result_of_a_killed_run_has_the_completed_steps(tmp_path: Path) -> None:
+def test_result_of_a_killed_run_contains_the_completed_steps(tmp_path: Path) -> None:
     rows = [row(number, number / 10) for number in range(10)]
     path = tmp_path / "metrics.jsonl"
     lines = [json.dumps({"time": 190.0, "eval/eval_gsm8k_pass1": 0.02})]

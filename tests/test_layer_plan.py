@@ -15,7 +15,7 @@ from tests.tiny import save_tiny_model, tiny_config
 @pytest.mark.parametrize(
     ("heads", "ranks", "nearest"), [(2, 3, 2), (2, 4, 2), (1, 2, 1), (4, 3, 2), (8, 6, 4)]
 )
-def test_error_for_heads_that_ranks_cannot_share_names_the_nearest_size(
+def test_error_for_heads_that_ranks_cannot_divide_names_the_nearest_size(
     heads: int, ranks: int, nearest: int
 ) -> None:
     config = tiny_config("llama", num_attention_heads=2 * heads, num_key_value_heads=heads)

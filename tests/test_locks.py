@@ -84,7 +84,7 @@ def test_lock_error_names_holder_until_holder_is_killed(
         check_unlocked(path, "--flag x", is_file=is_file)  # this process holds the lock
 
 
-def test_check_unlocked_creates_nothing_and_keeps_no_lock(hold: Hold, tmp_path: Path) -> None:
+def test_check_unlocked_creates_no_file_and_keeps_no_lock(hold: Hold, tmp_path: Path) -> None:
     check_unlocked(tmp_path / "missing", "it")
     assert not (tmp_path / "missing").exists()
     lock_of(tmp_path).touch()  # like a lock file left behind by a killed process

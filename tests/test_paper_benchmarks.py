@@ -102,7 +102,7 @@ def workspace(folder: Path, case: Case) -> dict[str, object]:
 
 @pytest.mark.verify
 @pytest.mark.parametrize("name", list(SHAPES))
-def test_dry_run_of_our_side_plans_the_paper_s_machine(name: str, tmp_path: Path) -> None:
+def test_our_dry_run_plans_for_the_papers_machine(name: str, tmp_path: Path) -> None:
     """The dry run loads a tiny model and the rows, and calls the reward."""
     case = a_case(name, "paper")
     words = our_command(case, tmp_path, tmp_path / "run")
@@ -115,7 +115,7 @@ def test_dry_run_of_our_side_plans_the_paper_s_machine(name: str, tmp_path: Path
     assert f"of {case.prompts} prompts" in done.stdout
 
 
-def test_our_flags_for_dapo_grow_with_the_length() -> None:
+def test_our_dapo_flags_scale_with_the_response_length() -> None:
     flags = our_flags(a_case("dapo", "paper", "--length", "4096"), Path("f"), Path("f/run"))
     assert flags["rollout.max_new_tokens"] == 4096
     assert flags["data.max_len"] == 5120 and flags["reward.overlong_buffer_len"] == 1024
@@ -125,7 +125,7 @@ def test_our_flags_for_dapo_grow_with_the_length() -> None:
 
 
 @pytest.mark.parametrize("script", sorted(PAPER.glob("*/*.sh")), ids=lambda path: path.name)
-def test_shell_script_of_a_peer_is_valid(script: Path) -> None:
+def test_shell_script_of_each_peer_is_valid(script: Path) -> None:
     done = subprocess.run(["bash", "-n", script], capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr
 
@@ -226,7 +226,7 @@ def test_gsm8k_rows_of_the_published_file_have_numbers_as_answers(data_dir: Path
     assert all(is_right(f"So it is {row['answer']}.", row["answer"]) == 1 for row in rows)
 
 
-def test_long_prompts_are_left_out(tmp_path: Path) -> None:
+def test_prompts_that_are_too_long_are_excluded(tmp_path: Path) -> None:
     tokenizer = AutoTokenizer.from_pretrained(
         save_tiny_model(tmp_path / "model", chat_template=TEMPLATE)
     )
@@ -246,7 +246,9 @@ def test_long_prompts_are_left_out(tmp_path: Path) -> None:
         ("no number", "7", 0.0),
     ],
 )
-def test_frameworks_grade_a_response_alike(response: str, label: str, reward: float) -> None:
+def test_all_frameworks_give_a_response_the_same_grade(
+    response: str, label: str, reward: float
+) -> None:
     prompt = "What is 5 + 6?"
     assert is_right(response, label) == reward
     assert reward_func([prompt + response], [prompt], [label])["rewards"] == [reward]

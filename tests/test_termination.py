@@ -39,7 +39,7 @@ NOTICE = STOPPING.decode().strip()
         ("ignored", [signal.SIGTERM, signal.SIGINT], 143, ["finished"], [NOTICE, "terminated"]),
     ],
 )
-def test_whole_block_finishes_before_exit_unless_ctrl_c_follows_first_signal(
+def test_block_finishes_before_exit_unless_ctrl_c_follows_the_first_signal(
     case: str, numbers: list[signal.Signals], status: int, printed: list[str], errors: list[str]
 ) -> None:
     process = subprocess.Popen(

@@ -28,7 +28,7 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder / "model"
 
 
-def test_model_made_from_csv_file_has_tokens_for_every_text(model: Path) -> None:
+def test_model_created_from_csv_file_has_tokens_for_any_text(model: Path) -> None:
     tokenizer = AutoTokenizer.from_pretrained(model)
     text = "A cat.\n<|endoftext|> Übermut 漢字"
     tokens = tokenizer(text, add_special_tokens=False)["input_ids"]
@@ -58,7 +58,7 @@ def test_model_made_from_csv_file_has_tokens_for_every_text(model: Path) -> None
         ),
     ],
 )
-def test_space_before_answers_at_end_of_prompt_is_reported(
+def test_prompt_that_ends_with_the_space_before_answers_is_reported(
     model: Path, verb: str, flags: list[str], said: str
 ) -> None:
     line = [

@@ -63,7 +63,9 @@ def becomes_true(condition: Callable[[], bool], seconds: float = PATIENCE) -> bo
     return done
 
 
-def test_blocked_event_loop_of_the_caller_does_not_time_out_calls(tmp_path: Path) -> None:
+def test_call_that_finishes_in_time_succeeds_even_if_the_event_loop_is_blocked(
+    tmp_path: Path,
+) -> None:
     """The event loop that awaits the call is blocked until the call's deadline has passed."""
 
     async def busy(pool: ProcessPool) -> object:
@@ -107,7 +109,7 @@ def test_output_of_user_code_goes_to_the_log_and_not_into_the_result(logs: Path,
         assert line in printed
 
 
-def test_user_process_sees_no_gpu_and_uses_one_thread(pool: ProcessPool):
+def test_user_process_has_no_visible_gpu_and_uses_one_thread(pool: ProcessPool):
     assert call(pool, "environment", "CUDA_VISIBLE_DEVICES") == ""
     assert call(pool, "environment", "OMP_NUM_THREADS") == "1"
 
@@ -168,7 +170,9 @@ def test_misbehaving_function_fails_within_its_deadline_and_the_next_call_works(
     assert call(pool, "echo", "fine") == [["fine"], {}]
 
 
-def test_late_call_is_stopped_at_its_own_deadline_without_delaying_others(pool: ProcessPool):
+def test_hanging_call_is_stopped_at_its_own_deadline_without_delaying_other_calls(
+    pool: ProcessPool,
+):
     async def both() -> list[object]:
         late = asyncio.create_task(pool.call(TROUBLE + "hang", timeout=8.0))
         others = [await pool.call(TROUBLE + "echo", i, timeout=PATIENCE) for i in range(50)]
@@ -410,7 +414,7 @@ def test_process_killed_between_calls_is_replaced_without_an_error():
         assert call(pool, "process") != first
 
 
-def test_call_with_unpicklable_arguments_raises(pool: ProcessPool):
+def test_call_with_unpicklable_arguments_raises_an_error(pool: ProcessPool):
     with pytest.raises(UserCodeError, match=r"the arguments of .* cannot be sent"):
         call(pool, "echo", lambda: None)
 
@@ -487,7 +491,7 @@ def test_code_that_stops_or_kills_its_own_processes_is_killed(
     assert raised.value.failure is failure
 
 
-def test_daemon_of_code_that_kills_its_process_group_is_killed(tmp_path: Path) -> None:
+def test_daemon_is_killed_even_if_user_code_kills_its_own_process_group(tmp_path: Path) -> None:
     pids = tmp_path / "pids"
     with ProcessPool(1, log_dir=tmp_path) as own, pytest.raises(UserCodeError):
         call(own, "leave_a_daemon_and_kill_my_group", str(pids))
@@ -501,7 +505,7 @@ def test_finished_background_processes_do_not_count_toward_the_limit(
         assert call(own, "start_in_background", PROCESSES + 100) == PROCESSES + 100
 
 
-def test_late_call_is_killed_even_if_a_fork_of_the_caller_is_running(tmp_path: Path) -> None:
+def test_hanging_call_is_killed_even_if_a_fork_of_the_caller_is_running(tmp_path: Path) -> None:
     """A fork, such as a data loader worker, inherits the pipe whose closing ends the process."""
     with ProcessPool(1, log_dir=tmp_path) as own:
         assert call(own, "echo")

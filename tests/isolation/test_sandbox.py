@@ -327,7 +327,7 @@ def test_sandbox_works_inside_a_confined_user_process(tmp_path: Path) -> None:
         assert asyncio.run(pool.call(f"{file}:run", timeout=30)) == "nested [] True\n"
 
 
-def test_broken_sandbox_raises_instead_of_failing_the_program(
+def test_broken_sandbox_raises_an_error_instead_of_failing_the_program(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(sandbox, "READABLE", ["/usr"])  # no Python interpreter in the sandbox

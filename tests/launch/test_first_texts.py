@@ -89,7 +89,7 @@ def test_only_rank_0_prints_texts(dry_run: Show, monkeypatch: pytest.MonkeyPatch
     assert dry_run("sft", [{"input": "a", "output": "ok"}]) == ""
 
 
-def test_missing_tracker_package_fails_before_reference_scores_rows(
+def test_run_with_missing_tracker_package_fails_before_the_reference_scores_rows(
     model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     strategy = SimpleNamespace(
@@ -114,7 +114,7 @@ def test_missing_tracker_package_fails_before_reference_scores_rows(
     assert "wandb" in capsys.readouterr().err
 
 
-def test_multiturn_has_targets_in_every_assistant_turn_of_detected_chat(dry_run: Show) -> None:
+def test_multiturn_training_has_targets_in_every_assistant_turn_of_a_chat(dry_run: Show) -> None:
     printed = dry_run("sft", [{"messages": [*CHAT, *CHAT]}], "--data.multiturn")
     assert printed.count("⟦ok<|end|>") == 2
 
@@ -227,7 +227,7 @@ def test_frozen_model_with_different_vocabulary_is_rejected(
     assert f"{flag} {other} " in errors and "--model.model_name_or_path" in errors
 
 
-def test_resumed_run_renders_rows_with_date_of_first_start(
+def test_resumed_run_renders_rows_with_the_original_start_date(
     model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The newest checkpoint stores the date. The first run stops before it renders any rows."""

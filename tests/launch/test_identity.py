@@ -86,7 +86,7 @@ def test_same_flags_and_rows_have_the_same_identity(model: str) -> None:
     assert differences(offline(model), offline(model)) == differences(rl(model), rl(model)) == []
 
 
-def test_differences_name_task_rows_and_loss(model: str) -> None:
+def test_identity_differences_name_the_task_rows_and_loss(model: str) -> None:
     assert names(offline(model), offline(model, "rm"))[0] == "task"
     changed = [*ROWS[:-1], ROWS[-1] | {"output": "x"}]
     assert names(offline(model), offline(model, rows=changed)) == [
@@ -99,7 +99,9 @@ def test_differences_name_task_rows_and_loss(model: str) -> None:
     ]
 
 
-def test_differences_name_estimator_labels_and_policy(model: str, tmp_path: Path) -> None:
+def test_identity_differences_name_the_estimator_prompts_and_policy(
+    model: str, tmp_path: Path
+) -> None:
     assert names(
         rl(model),
         rl(model, line="--algo.advantage.estimator rloo --rollout.n_samples_per_prompt 2"),
@@ -109,7 +111,7 @@ def test_differences_name_estimator_labels_and_policy(model: str, tmp_path: Path
     assert names(rl(model), rl(other)) == ["--actor.model_name_or_path"]
 
 
-def test_differences_name_reference_and_teacher(model: str, tmp_path: Path) -> None:
+def test_identity_differences_name_the_reference_and_teacher(model: str, tmp_path: Path) -> None:
     other = save_tiny_model(tmp_path, seed=1)
     for command, flag in (("kto", "--ref.model_name_or_path"), ("kd", "--kd.teacher_model")):
         runs = [offline(model, command, line=f"{flag} {path}") for path in (model, other)]

@@ -103,7 +103,7 @@ def test_changed_settings_rerun_only_stages_that_use_them(
     assert [path.name for path in (file.parent / "run/copy").iterdir()] == ["size2.jsonl"]
 
 
-def test_failed_stage_exits_pipeline_with_its_status_and_reruns(
+def test_failed_stage_ends_the_pipeline_with_its_exit_status_and_reruns(
     file: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
     text = file.read_text()

@@ -43,7 +43,7 @@ def machine_with(mebibytes: int) -> Cluster:
     return Cluster(device_bytes=mebibytes * MIB, on_gpus=False)
 
 
-def test_words_are_split_between_plan_and_planned_command() -> None:
+def test_arguments_are_split_between_plan_and_the_planned_command() -> None:
     line = "sft --ds.zero_stage 3 --cluster 4x24GB --json --train.batch_size=8 --longest"
     own, planned = plan_program.split(line.split())
     assert own == ["--command", "sft", "--cluster", "4x24GB", "--json", "--longest"]
@@ -61,7 +61,7 @@ def test_plan_prints_table_verdict_and_flags_that_fit(
     assert "--data.dataset is required" in printed.err
 
 
-def test_plan_as_json_has_bytes_by_instant_model_and_kind(
+def test_json_plan_lists_bytes_for_each_instant_model_and_kind(
     paths: dict[str, str], capsys: pytest.CaptureFixture[str]
 ) -> None:
     line = f"sft --model.model_name_or_path {paths['llama2-7b']} --cluster 8xH100 --json"
@@ -115,7 +115,7 @@ def test_speed_of_rl_step_lists_its_phases(
         ("reward_test --cluster 4x24GB", "--command"),
     ],
 )
-def test_mistakes_are_reported_with_exit_status_2(
+def test_user_mistakes_are_reported_with_exit_status_2(
     line: str, named: str, paths: dict[str, str], capsys: pytest.CaptureFixture[str]
 ) -> None:
     with pytest.raises(SystemExit) as exit_:

@@ -92,7 +92,7 @@ def test_asynchronous_script_gives_engines_dedicated_devices() -> None:
     )
 
 
-def test_error_for_too_small_cluster_states_number_of_gpus() -> None:
+def test_error_for_a_cluster_that_is_too_small_states_the_number_of_gpus() -> None:
     with pytest.raises(PlacementError, match=r"64 GPUs .*56 \(7 x 8\)"):
         planned(SEPARATE, "7x8")
     with pytest.raises(

@@ -46,7 +46,7 @@ def test_only_openrlhf_commands_restart_regardless_of_path_spelling(
 @pytest.mark.parametrize(
     ("given", "newest"), [("", 1), ("ckpt.load_enable: false", 1), ("ckpt.load_enable: true", 2)]
 )
-def test_restart_resumes_checkpoints_of_other_runs_only_with_user_load_enable(
+def test_restart_resumes_another_runs_checkpoint_only_if_the_user_set_load_enable(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path, given: str, newest: int
 ) -> None:
     monkeypatch.setenv("OPENRLHF_RESTARTS", "0")

@@ -297,7 +297,7 @@ def test_train_sft_rejects_an_adapter_as_a_model(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("kind", "names"), [("llama", ("q_proj", "nose")), ("qwen2-tied", ("lm_head",))]
 )
-def test_missing_or_tied_target_module_is_rejected_with_the_available_names(
+def test_error_for_a_missing_or_tied_target_module_lists_the_available_names(
     kind: str, names: tuple[str, ...], tmp_path: Path
 ) -> None:
     with pytest.raises(UserError, match=f"--ds.lora.target_modules {names[-1]}: .*down_proj, gate"):

@@ -50,7 +50,7 @@ def loss_and_gradients(path: str, **flags: Any) -> tuple[list[Tensor], list[int]
 @pytest.mark.parametrize("offload", [False, True])
 @pytest.mark.parametrize("reentrant", [False, True])
 @pytest.mark.parametrize("every", [1, 2, 3, 10])
-def test_every_nth_layer_runs_twice_and_gradients_are_equal(
+def test_every_nth_layer_is_recomputed_and_gradients_do_not_change(
     path: str, every: int, reentrant: bool, offload: bool
 ) -> None:
     expected, runs = loss_and_gradients(path)
@@ -101,7 +101,7 @@ def test_offload_stores_only_the_inputs_of_recomputed_layers(
 
 
 @pytest.mark.parametrize("flags", [{"every": 2}, {"offload": True}, {}], ids=str)
-def test_model_that_cannot_checkpoint_layers_is_refused(
+def test_model_without_gradient_checkpointing_support_is_rejected(
     path: str, flags: dict[str, Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     hf = AutoModelForCausalLM.from_pretrained(path)

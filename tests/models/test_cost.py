@@ -22,7 +22,7 @@ def operations(config: PretrainedConfig, tokens: int) -> int:
 
 
 @pytest.mark.parametrize("kind", ["llama", "qwen2-tied", "qwen3"])
-def test_attention_length_is_the_ratio_of_counted_operations(kind: str) -> None:
+def test_attention_length_equals_the_ratio_of_counted_operations(kind: str) -> None:
     """The count is a·n + b·n². Causal attention halves b, so the length is a ÷ (b ÷ 2)."""
     config = tiny_config(kind, num_hidden_layers=3)
     short, long = operations(config, SHORT), operations(config, LONG)
@@ -31,13 +31,13 @@ def test_attention_length_is_the_ratio_of_counted_operations(kind: str) -> None:
     assert attention_length(config) == int(linear / (quadratic / 2))
 
 
-def test_only_the_experts_of_a_token_are_counted() -> None:
+def test_attention_length_counts_only_the_active_experts_of_a_token() -> None:
     dense = tiny_config("llama", intermediate_size=64)
     experts = tiny_config("mixtral", intermediate_size=32, num_experts_per_tok=2)
     assert attention_length(experts) == attention_length(dense)
 
 
-def test_only_layers_with_full_attention_are_quadratic() -> None:
+def test_only_full_attention_layers_have_quadratic_cost() -> None:
     one_of_two = attention_length(tiny_config("gemma3"))
     all_layers = tiny_config("gemma3")
     all_layers.layer_types = ["full_attention"] * 2

@@ -162,7 +162,9 @@ def test_window_loss_is_the_target_weighted_mean_of_micro_batch_losses() -> None
     assert metrics["train/aux_loss"].value == pytest.approx(losses[2])
 
 
-def test_balancing_without_experts_is_rejected_with_the_flags_and_the_model(tmp_path: Path) -> None:
+def test_error_for_balancing_a_model_without_experts_names_the_flags_and_model(
+    tmp_path: Path,
+) -> None:
     path = save_tiny_model(tmp_path / "dense")
     spec = load_spec(path=path, param_dtype="fp32", attention="sdpa", packing=False)
     for load in (

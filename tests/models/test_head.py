@@ -85,7 +85,7 @@ def test_adapted_head_matches_the_merged_layer_and_holds_one_chunk_of_logits(
 
 @pytest.mark.parametrize("rows", [ROWS, 0])
 @pytest.mark.parametrize("make", [lambda layer: layer, Adapter], ids=["plain", "adapted"])
-def test_function_of_logits_matches_whole_logits_and_holds_one_chunk(
+def test_function_of_chunked_logits_matches_full_logits_and_holds_one_chunk(
     make: Callable[[nn.Linear], nn.Module], rows: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Results and gradients match those computed from all float64 logits at once."""

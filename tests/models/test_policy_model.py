@@ -83,7 +83,7 @@ def test_packed_and_padded_gradients_match(hf: PreTrainedModel) -> None:
 
 
 @pytest.mark.parametrize("packing", [False, True])
-def test_batch_without_wanted_tokens_has_a_differentiable_zero_loss(packing: bool) -> None:
+def test_batch_without_target_tokens_has_a_differentiable_zero_loss(packing: bool) -> None:
     model = as_model(AutoModelForCausalLM.from_config(tiny_config("qwen2-tied")), packing=packing)
     tokens, offsets, wanted = batch()
     model(tokens, offsets, torch.zeros_like(wanted)).logprobs.sum().backward()

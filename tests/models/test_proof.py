@@ -198,7 +198,7 @@ def test_attention_reach_comes_from_the_configuration(
 
 
 @pytest.mark.parametrize("kind", ["stablelm", "nemotron"])
-def test_unpackable_attention_is_rejected_with_the_model_type_and_the_flag(kind: str) -> None:
+def test_error_for_unpackable_attention_names_the_model_type_and_the_flag(kind: str) -> None:
     with pytest.raises(
         CheckError, match=rf"of type {kind}.*keyword arguments.*Drop --ds\.packing_samples"
     ) as refused:
@@ -211,7 +211,7 @@ def test_unpackable_attention_is_rejected_with_the_model_type_and_the_flag(kind:
 @pytest.mark.parametrize(
     ("kind", "seen"), [("llama4_text", "Llama4ForCausalLM"), ("modernbert-decoder", "Linear")]
 )
-def test_architecture_without_a_separate_decoder_is_rejected_with_the_type_found(
+def test_error_for_an_architecture_without_a_separate_decoder_names_the_type_found(
     kind: str, seen: str, packing: bool
 ) -> None:
     sizes = {
@@ -309,7 +309,7 @@ def spec_of(folder: Path, config: PretrainedConfig, **changes: Any) -> LoadSpec:
     ("kind", "entry"),
     [("gemma2", "final_logit_softcapping"), ("recurrent_gemma", "logits_soft_cap")],
 )
-def test_transformed_logits_are_rejected_by_reading_only_the_configuration(
+def test_transformed_logits_are_detected_from_the_configuration_alone(
     kind: str, entry: str, tmp_path: Path
 ) -> None:
     with pytest.raises(
@@ -321,7 +321,7 @@ def test_transformed_logits_are_rejected_by_reading_only_the_configuration(
         )
 
 
-def test_multimodal_model_is_rejected_by_reading_only_the_configuration(tmp_path: Path) -> None:
+def test_multimodal_model_is_detected_from_the_configuration_alone(tmp_path: Path) -> None:
     config = Qwen3_5Config(architectures=["Qwen3_5ForConditionalGeneration"])
     with pytest.raises(
         ModelError,
@@ -330,7 +330,7 @@ def test_multimodal_model_is_rejected_by_reading_only_the_configuration(tmp_path
         check_is_causal(spec_of(tmp_path, config))
 
 
-def test_missing_attention_implementation_is_rejected_with_the_flag(tmp_path: Path) -> None:
+def test_error_for_a_missing_attention_implementation_names_the_flag(tmp_path: Path) -> None:
     random_model("mamba", packing=False, state_size=8).save_pretrained(tmp_path)
     spec = load_spec(path=str(tmp_path), param_dtype="fp32", attention="sdpa", packing=True)
     with pytest.raises(
@@ -339,7 +339,7 @@ def test_missing_attention_implementation_is_rejected_with_the_flag(tmp_path: Pa
         load_causal_lm(spec)
 
 
-def test_architecture_that_ignores_packed_attention_is_rejected_with_the_flag(
+def test_error_for_an_architecture_that_ignores_packed_attention_names_the_flag(
     tmp_path: Path,
 ) -> None:
     random_model("falcon", packing=False, **MIXING["falcon"]).save_pretrained(tmp_path)
@@ -351,7 +351,9 @@ def test_architecture_that_ignores_packed_attention_is_rejected_with_the_flag(
     load_causal_lm(load_spec(tmp_path))
 
 
-def test_architecture_without_a_scalar_head_is_rejected_with_its_model_type(tmp_path: Path) -> None:
+def test_error_for_an_architecture_without_a_scalar_head_names_the_model_type(
+    tmp_path: Path,
+) -> None:
     random_model("lfm2", packing=False, **MIXING["lfm2"]).save_pretrained(tmp_path)
     spec = load_spec(path=str(tmp_path), param_dtype="fp32", attention="sdpa", packing=False)
     with pytest.raises(ModelError, match=r"'lfm2' cannot be used.*none with a plain linear head"):
@@ -359,7 +361,7 @@ def test_architecture_without_a_scalar_head_is_rejected_with_its_model_type(tmp_
 
 
 @pytest.mark.parametrize("config", [None, "{}"], ids=["empty folder", "no model type"])
-def test_folder_without_a_model_is_rejected_with_its_path(
+def test_error_for_a_folder_without_a_model_contains_its_path(
     config: str | None, tmp_path: Path
 ) -> None:
     if config:

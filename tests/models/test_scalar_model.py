@@ -176,7 +176,7 @@ def test_normalization_subtracts_the_mean_and_divides_by_the_standard_deviation(
 @pytest.mark.parametrize(
     ("mean", "std"), [(0.0, 0.0), (0.0, -1.0), (float("nan"), 1.0), (0.0, float("inf"))]
 )
-def test_scale_must_be_finite_and_positive(mean: float, std: float) -> None:
+def test_reward_scale_must_be_finite_and_positive(mean: float, std: float) -> None:
     with pytest.raises(ValueError, match=f"mean {mean} and standard deviation {std}"):
         scalar().set_scale(mean, std)
 
@@ -392,7 +392,7 @@ def test_missing_weight_raises_an_error_that_names_it(tmp_path: Path) -> None:
         load_scalar(spec(path))
 
 
-def test_architecture_without_a_plain_head_is_rejected_by_name(tmp_path: Path) -> None:
+def test_error_for_an_architecture_without_a_plain_head_names_it(tmp_path: Path) -> None:
     sizes = {"hidden_size": 32, "num_hidden_layers": 1, "num_attention_heads": 4, "vocab_size": 64}
     CohereConfig(**sizes).save_pretrained(tmp_path / "without")
     bert = BertConfig(**sizes, intermediate_size=64)

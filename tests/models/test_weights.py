@@ -92,7 +92,7 @@ def set_configuration(folder: Path, **entries: object) -> None:
 
 @pytest.mark.parametrize("change", NAMES, ids=lambda change: change.__name__)
 @pytest.mark.parametrize("kind", ["qwen2-tied", "llama"])
-def test_weights_that_do_not_match_the_architecture_are_rejected_by_name(
+def test_error_names_weights_that_do_not_match_the_architecture(
     kind: str, change: Callable[[Weights], Weights], tmp_path: Path
 ) -> None:
     folder = rewrite(save_tiny_model(tmp_path / "lm", kind), change)
@@ -115,7 +115,7 @@ def test_weights_that_do_not_match_the_architecture_are_rejected_by_name(
     ("error", "advice"),
     [(ImportError("needs the package timm"), False), (TypeError("unknown argument"), True)],
 )
-def test_only_an_error_of_the_models_own_files_advises_to_download_them_again(
+def test_error_advises_a_new_download_only_if_the_models_files_are_at_fault(
     error: Exception, advice: bool, tmp_path: Path
 ) -> None:
     with pytest.raises(ModelError) as raised, explaining_failures(load_spec(tmp_path)):
@@ -142,7 +142,7 @@ def test_loading_nonfinite_weights_raises_an_error_that_names_them(
 
 
 @pytest.mark.parametrize("file", ["model-q4.gguf", "consolidated.safetensors"])
-def test_model_in_a_different_format_is_rejected_with_its_file_names(
+def test_error_for_a_model_in_a_different_format_lists_its_file_names(
     file: str, tmp_path: Path
 ) -> None:
     (tmp_path / file).touch()
@@ -152,7 +152,7 @@ def test_model_in_a_different_format_is_rejected_with_its_file_names(
 
 @pytest.mark.parametrize("change", NUMBERS, ids=lambda change: change.__name__)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float8_e5m2])
-def test_nonfinite_safetensors_weights_are_rejected_by_name(
+def test_error_names_nonfinite_safetensors_weights(
     dtype: torch.dtype, change: Callable[[Weights], Weights], tmp_path: Path
 ) -> None:
     folder = Path(save_tiny_model(tmp_path / "lm"))
@@ -174,7 +174,7 @@ def test_nonfinite_safetensors_weights_are_rejected_by_name(
 
 @pytest.mark.parametrize("zipped", [True, False])
 @pytest.mark.parametrize("change", NUMBERS)
-def test_nonfinite_torch_weights_are_rejected_by_name(
+def test_error_names_nonfinite_torch_weights(
     change: Callable[[Weights], Weights], zipped: bool, tmp_path: Path
 ) -> None:
     folder = Path(save_tiny_model(tmp_path / "lm"))
@@ -210,7 +210,7 @@ def test_engine_does_not_start_for_a_nonfinite_model(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("kind", ["mixtral", "qwen3-moe"])
-def test_expert_with_a_different_size_is_rejected_with_its_file_and_both_sizes(
+def test_error_for_an_expert_with_a_different_size_names_its_file_and_both_sizes(
     kind: str, tmp_path: Path
 ) -> None:
     folder = Path(save_tiny_model(tmp_path, kind))
@@ -301,7 +301,7 @@ def test_separately_stored_tied_weights_are_reported_only_if_they_differ(
 
 
 @pytest.mark.parametrize("kind", ["qwen2-tied", "qwen2-untied", "qwen3-moe"])
-def test_model_without_any_one_of_its_weights_is_rejected(kind: str, tmp_path: Path) -> None:
+def test_model_that_lacks_any_single_weight_is_rejected(kind: str, tmp_path: Path) -> None:
     folder = Path(save_tiny_model(tmp_path / "whole", kind, num_hidden_layers=1))
     check_causal_lm(load_spec(folder))
     names = sorted(load_file(folder / "model.safetensors"))
@@ -316,7 +316,7 @@ def test_model_without_any_one_of_its_weights_is_rejected(kind: str, tmp_path: P
             check_causal_lm(load_spec(broken))
 
 
-def test_wrongly_sized_weight_in_a_sharded_model_is_rejected_with_its_file(tmp_path: Path) -> None:
+def test_error_for_a_wrongly_sized_weight_in_a_sharded_model_names_its_file(tmp_path: Path) -> None:
     folder = Path(save_tiny_model(tmp_path / "whole"))
     model = AutoModelForCausalLM.from_pretrained(folder)
     model.save_pretrained(tmp_path / "cut", max_shard_size="20KB")

@@ -39,12 +39,12 @@ def test_thin_out_keeps_single_spike_in_long_curve():
     assert (1234, 50.0) in thin_out(series)
 
 
-def test_line_values_keep_enough_digits_to_be_rounded_once():
+def test_line_values_keep_enough_digits_to_avoid_double_rounding():
     [line] = make_lines({"loss": [(1, 4.215486)]})
     assert f"{line.values[0]:.4g}" == "4.215"
 
 
-def test_trend_of_constant_is_constant_and_trend_of_slope_does_not_lag():
+def test_trend_of_a_constant_is_constant_and_trend_of_a_slope_does_not_lag():
     assert [value for _, value in trend(curve([2.0] * 50))] == pytest.approx([2.0] * 50)
     slope = dict(trend(curve([float(i) for i in range(201)], first_step=0)))
     inner = [step for step in slope if 10 <= step <= 190]  # points with a full averaging window

@@ -198,7 +198,7 @@ def test_live_output_shows_lines_and_bar_and_restores_cursor():
     assert text.rfind("\x1b[?25h") > text.rfind("\x1b[?25l")  # the cursor is visible again
 
 
-def test_begin_prints_note_only_if_all_steps_are_complete() -> None:
+def test_begin_prints_a_note_only_if_all_steps_are_complete() -> None:
     for done, is_complete in ((20, True), (19, False)):
         out = io.StringIO()
         display = Display(out=out)

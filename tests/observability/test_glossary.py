@@ -118,7 +118,7 @@ def test_implausible_reports_mean_above_maximum():
     ]
 
 
-def test_only_signed_metrics_have_no_lower_bound():
+def test_only_metrics_that_can_be_negative_have_no_lower_bound():
     signed = {name for name, spec in GLOSSARY.items() if range_of(spec) == "any"}
     names = "reward|return|values|score|pass|margin|policy_loss|diff|ppo_kl|vllm_kl|logratio"
     of_any_task = {

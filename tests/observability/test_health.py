@@ -209,7 +209,7 @@ def test_zero_learning_rate_is_reported_unless_run_ends_after_first_step() -> No
         ([8] + [0] * 5, "running"),
     ],
 )
-def test_steps_without_kept_episodes_are_reported(kept: list[int], reported: str) -> None:
+def test_steps_in_which_no_episode_is_kept_are_reported(kept: list[int], reported: str) -> None:
     assert (
         reported_when([{"step": n, "rollout/num_samples": float(x)} for n, x in enumerate(kept)])
         == reported
@@ -226,7 +226,7 @@ def test_drop_in_likelihood_of_chosen_answers_is_reported(last: float, reported:
     assert reported_when(rows) == reported
 
 
-def test_zero_gradient_is_not_reported_if_identical_rewards_explain_it() -> None:
+def test_zero_gradient_explained_by_identical_rewards_is_not_reported() -> None:
     rows = [
         {"step": n, "train/dead_groups": 1.0, "train/reward": 0.0, "train/actor_grad_norm": 0.0}
         for n in range(9)

@@ -27,7 +27,7 @@ def test_max_is_nan_if_any_part_is_nan(order):
 
 
 @given(st.lists(st.lists(st.floats(-1e3, 1e3), min_size=1, max_size=5), min_size=1, max_size=5))
-def test_deviation_does_not_depend_on_split(parts):
+def test_deviation_does_not_depend_on_how_values_are_split(parts):
     whole = [number for part in parts for number in part]
     merged = merge_all({"std": Deviation.of(part)} for part in parts)["std"]
     assert merged.value == pytest.approx(
@@ -59,7 +59,7 @@ def test_merge_all_does_not_modify_its_inputs():
     assert (first, second) == ({"a": Mean(1, 1)}, {"a": Mean(3, 1)})
 
 
-def test_values_omits_mean_over_nothing():
+def test_values_omits_a_mean_without_samples():
     logged = values({"seen": Mean(3, 2), "unseen": Mean(0, 0), "top": Max(2), "lr": Last(1)})
     assert logged == {"seen": 1.5, "top": 2.0, "lr": 1.0}
 

@@ -142,7 +142,7 @@ def test_page_escapes_model_and_user_text(run):
     assert "{{ 7*7 }}" in page.text
 
 
-def test_page_about_several_stages_has_table_and_links(run, tmp_path):
+def test_page_for_several_stages_has_a_table_and_links(run, tmp_path):
     path = write_report(
         tmp_path / "deep" / "report.html",
         {"Supervised": tmp_path / "nothing", "RL": run.path},
@@ -169,14 +169,14 @@ def test_page_shows_first_and_last_value_of_every_chart_without_javascript(run):
     assert "reward 0.025 → 1.000" in page.text
 
 
-def test_page_about_empty_run_has_no_charts(tmp_path):
+def test_page_for_an_empty_run_has_no_charts(tmp_path):
     RunFolder(tmp_path)
     page = page_of(report_run(tmp_path))
     assert "No metrics were logged" in page.text
     assert page.count("figure") == 0
 
 
-def test_page_about_long_run_has_bounded_size(tmp_path):
+def test_page_for_a_long_run_has_a_bounded_size(tmp_path):
     folder = RunFolder(tmp_path)
     names = [f"train/number_{i}" for i in range(5)]
     for step in range(8000):
@@ -249,7 +249,7 @@ def test_read_samples_with_single_step_has_no_later_samples():
     assert samples.caption
 
 
-def test_page_about_single_step_has_no_placeholders_for_later_samples(tmp_path):
+def test_page_for_a_single_step_has_no_placeholders_for_later_samples(tmp_path):
     folder = RunFolder(tmp_path / "short")
     folder.log_samples([SAMPLE | {"prompt": prompt} for prompt in ("a", "b")])
     page = report_run(folder.path).read_text()

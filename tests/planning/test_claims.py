@@ -79,7 +79,7 @@ def test_run_that_needs_more_devices_than_the_cluster_has_does_not_fit(plan: Mak
     assert not planned.fits
 
 
-def test_adam_state_of_7b_parameters_takes_sixteen_bytes_per_parameter(plan: MakePlan) -> None:
+def test_adam_training_state_takes_sixteen_bytes_per_parameter(plan: MakePlan) -> None:
     """The state is a float32 gradient (4 bytes), a master weight (4) and two moments (8)."""
     planned = plan(f"sft --model.model_name_or_path {{llama2-7b}} {FULL}", "1x24GB")
     held = planned.pools[0].at(Instant.IDLE)["policy"]
@@ -93,7 +93,9 @@ def test_plan_reports_engine_too_small_for_its_weights(plan: MakePlan) -> None:
     assert "--vllm.gpu_memory_utilization" in problems[0]
 
 
-def test_advice_for_7b_on_four_24_gb_devices_offloads_the_optimizer(configure: Configure) -> None:
+def test_advice_for_7b_model_on_four_24_gb_devices_offloads_the_optimizer(
+    configure: Configure,
+) -> None:
     config = configure("sft --model.model_name_or_path {llama2-7b}", "4x24GB")
     found = advice.nearest_fit(config, parse_cluster("4x24GB"))
     assert found
@@ -101,7 +103,7 @@ def test_advice_for_7b_on_four_24_gb_devices_offloads_the_optimizer(configure: C
     assert found.plan.fits
 
 
-def test_advised_flags_fit_when_they_are_typed(
+def test_plan_with_the_advised_flags_fits(
     configure: Configure, plan: MakePlan, models: dict[str, str]
 ) -> None:
     line = f"sft --model.model_name_or_path {models['llama2-70b']}"
@@ -124,7 +126,7 @@ def test_engine_that_fits_on_no_machine_has_no_advice(configure: Configure) -> N
     assert advice.nearest_fit(config, parse_cluster("8x24GB")) is None
 
 
-def test_longest_length_fits_and_a_longer_one_does_not(configure: Configure) -> None:
+def test_longest_length_fits_and_a_longer_length_does_not(configure: Configure) -> None:
     line = f"sft --model.model_name_or_path {{llama2-7b}} {FULL} --ds.adam_offload"
     config = configure(line, "4x24GB")
     cluster = parse_cluster("4x24GB")
@@ -136,12 +138,12 @@ def test_longest_length_fits_and_a_longer_one_does_not(configure: Configure) -> 
         assert advice.make_plan(again, cluster).fits == fits
 
 
-def test_capacity_of_a_device_is_in_bytes(plan: MakePlan) -> None:
+def test_device_capacity_is_in_bytes(plan: MakePlan) -> None:
     planned = plan(f"sft --model.model_name_or_path {{llama2-7b}} {FULL}", "1x24GB")
     assert planned.pools[0].capacity == 24 * GIB
 
 
-def test_advice_recomputes_all_layers_again(configure: Configure) -> None:
+def test_advice_restores_checkpointing_of_every_layer(configure: Configure) -> None:
     cluster = parse_cluster("8xA100-80GB")
     line = f"sft --model.model_name_or_path {{llama2-7b}} {FULL}"
     longest = advice.longest_length(configure(line, "8xA100-80GB"), cluster)
@@ -151,7 +153,9 @@ def test_advice_recomputes_all_layers_again(configure: Configure) -> None:
     assert found and found.flags == {"model.gradient_checkpointing_every": 1}
 
 
-def test_average_of_all_weights_is_whole_on_one_machine(plan: MakePlan) -> None:
+def test_average_of_all_weights_takes_four_bytes_per_parameter_on_every_machine(
+    plan: MakePlan,
+) -> None:
     line = "sft --model.model_name_or_path {llama2-7b} --ds.zero_stage 2"
     for cluster in ("8xA100-80GB", "2x8xA100-80GB"):
         without = plan(line, cluster).pools[0].host_bytes
@@ -159,14 +163,14 @@ def test_average_of_all_weights_is_whole_on_one_machine(plan: MakePlan) -> None:
         assert (averaged - without) / 6.738e9 == pytest.approx(4, rel=0.001)
 
 
-def test_ranks_that_share_a_sequence_are_counted_on_a_cpu(plan: MakePlan) -> None:
+def test_cpu_plan_has_a_process_for_each_rank_that_shares_a_sequence(plan: MakePlan) -> None:
     line = "sft --model.model_name_or_path {llama2-7b} --ds.packing_samples"
     for flag in ("--ds.tensor_parallel_size 2", "--ds.ring_attn_size 2"):
         process = plan(f"{line} {flag}", "cpu-64GB").pools[0].processes[0]
         assert process.count == 2
 
 
-def test_devices_of_an_engine_without_own_heads_have_the_same_cache() -> None:
+def test_devices_that_share_a_key_value_head_each_cache_that_head() -> None:
     """34B: 8 key-value heads of width 128, and 48 layers."""
     shape = shape_from_config(MODELS["codellama-34b"])
     head = 2 * 128 * 2  # bytes of a token's key and value in bfloat16

@@ -30,7 +30,7 @@ def test_cluster_of_gpus_has_nodes_devices_and_memory(
     assert cluster.on_gpus
 
 
-def test_cpu_machine_has_the_given_or_the_free_memory() -> None:
+def test_cpu_machine_has_the_specified_memory_or_else_the_free_memory() -> None:
     assert parse_cluster("cpu-64GB").device_bytes == 64 * GIB
     assert parse_cluster("cpu", free_bytes=123).device_bytes == 123
     assert not parse_cluster("cpu").on_gpus
@@ -39,7 +39,7 @@ def test_cpu_machine_has_the_given_or_the_free_memory() -> None:
 @pytest.mark.parametrize(
     "text", ["", "8", "8x", "x8", "8xFOO", "8xA100-80", "0x24GB", "4x0GB", "gpu", "2x8x2x24GB"]
 )
-def test_invalid_clusters_are_rejected_with_their_text(text: str) -> None:
+def test_error_for_an_invalid_cluster_quotes_its_text(text: str) -> None:
     with pytest.raises(PlanError, match=f"--cluster {text}"):
         parse_cluster(text)
 

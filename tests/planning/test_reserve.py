@@ -18,19 +18,19 @@ def pool_with(name: str, usage: Usage, constants: Constants) -> Pool:
 
 
 @pytest.mark.parametrize(("constants", "largest"), [(CPU, 93), (CUDA, 87)])
-def test_more_is_reserved_on_a_gpu(constants: Constants, largest: int) -> None:
+def test_more_memory_is_reserved_on_a_gpu_than_on_a_cpu(constants: Constants, largest: int) -> None:
     """Of 100 GiB, a plan may use 98 ÷ 1.05 GiB on a CPU, and 98 ÷ 1.125 GiB on a GPU."""
     for size, fits in ((largest, True), (largest + 1, False)):
         pool = pool_with("policy", Usage(optimizer=size * GIB), constants)
         assert pool.fits == fits
 
 
-def test_error_of_the_measured_step_is_covered() -> None:
+def test_reserve_covers_the_prediction_error_of_a_measured_step() -> None:
     """One run's step on an H100 took 10,206 MiB instead of the predicted 9,100 MiB."""
     assert 9100 * (1 + CUDA.reserve) >= 10206
 
 
-def test_share_of_a_running_engine_needs_no_reserve() -> None:
+def test_memory_share_of_a_running_engine_needs_no_reserve() -> None:
     running = Usage(weights=30 * GIB, kv_cache=65 * GIB)
     assert pool_with("engine", running, CUDA).room == 3 * GIB
     assert pool_with("engine", running, CPU).room == pytest.approx(1.5 * GIB)

@@ -114,7 +114,7 @@ def test_active_parameters_count_only_the_experts_of_one_token() -> None:
     assert shape.active_parameters == shape.parameters - embeddings - experts // 2
 
 
-def test_unknown_architecture_is_read_from_the_headers_of_its_files(tmp_path: Path) -> None:
+def test_unknown_architecture_is_read_from_file_headers(tmp_path: Path) -> None:
     model = real_model("starcoder2", {})
     stored = {name: torch.zeros(p.shape) for name, p in model.named_parameters()}
     half = len(stored) // 2
@@ -150,7 +150,7 @@ def test_experts_in_files_are_stacked_as_in_memory() -> None:
     assert shape.intermediate == 48  # a dense layer's size would be 96
 
 
-def test_unknown_architecture_without_files_is_rejected_with_the_known_ones() -> None:
+def test_error_for_an_unknown_architecture_without_files_lists_known_architectures() -> None:
     with pytest.raises(PlanError, match="qwen3_moe"):
         shape_from_config({**SMALL, "model_type": "unheard_of"})
 

@@ -23,7 +23,7 @@ def seconds(configure: Configure, line: str) -> dict[str, float]:
     return found
 
 
-def test_step_of_dpo_includes_its_reference(configure: Configure) -> None:
+def test_dpo_step_includes_the_reference_forward_pass(configure: Configure) -> None:
     """A forward pass of the reference takes a third of the policy's forward and backward pass."""
     for flags in ("", "--ds.lora.rank 8"):
         found = seconds(configure, f"{DPO} {flags}")

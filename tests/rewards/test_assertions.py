@@ -110,7 +110,9 @@ def test_cheating_program_fails_and_correct_program_passes(tests: str, cheat: st
         ("__import__('enum').IntEnum('Color', 'RED')['RED']", "f() == 1"),
     ],
 )
-def test_values_compare_equal_outside_the_program_as_inside(value: str, test: str) -> None:
+def test_values_that_are_equal_inside_the_program_are_equal_outside_it(
+    value: str, test: str
+) -> None:
     assert read_assertions(f"assert {test}", "")
     assert reward(f"def f(): return {value}", f"assert {test}") == 1.0
 

@@ -33,7 +33,7 @@ from openrlhf.rewards.rule import VerifierReward
         ("", 0.0),
     ],
 )
-def test_format_without_label_requires_one_think_block_before_the_answer(
+def test_format_reward_without_label_requires_one_think_block_before_the_answer(
     response: str, expected: float
 ) -> None:
     assert grade_format(response, "") == expected
@@ -69,7 +69,7 @@ def test_length_reward_falls_linearly_outside_the_bounds(
 
 
 @pytest.mark.parametrize("label", ["", "short", "-3", "10-5", "0", "1.5"])
-def test_length_label_that_is_not_a_number_or_range_raises(label: str) -> None:
+def test_length_label_that_is_not_a_number_or_range_raises_an_error(label: str) -> None:
     with pytest.raises(ValueError, match="as label, such as 200 or 100-200"):
         grade_length("word", label)
 
@@ -164,7 +164,7 @@ def test_program_is_rewarded_only_if_all_its_tests_pass(
     ],
     ids=["parameter of check", "function named json", "changed json"],
 )
-def test_tests_do_not_change_names_that_the_program_uses(program: str, label: Any) -> None:
+def test_tests_do_not_overwrite_names_that_the_program_uses(program: str, label: Any) -> None:
     assert code(program, label) == (1.0, 1.0)
 
 
@@ -216,7 +216,7 @@ def test_tests_after_a_timeout_are_skipped() -> None:
         ('{"inputs": ["1"], "outputs": []}', "has 1 inputs and 0 outputs"),
     ],
 )
-def test_code_label_without_tests_raises(label: str, said: str) -> None:
+def test_code_label_without_tests_raises_an_error(label: str, said: str) -> None:
     with pytest.raises(ValueError, match=said):
         grade_code("print(1)", label, 60)
 

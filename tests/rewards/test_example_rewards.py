@@ -70,7 +70,7 @@ def test_every_example_reward_has_a_case() -> None:
     "end",
     ["</s>", "<|im_end|>", "<|eot_id|>", "<eos>", "<end_of_turn>\n", "<｜end▁of▁sentence｜>", ""],
 )
-def test_first_function_in_rewards_page_ignores_the_eos_token(
+def test_first_function_on_the_rewards_page_ignores_the_eos_token(
     pool: ProcessPool, tmp_path: Path, end: str
 ) -> None:
     blocks = re.findall(r"```python\n(.*?)```", (ROOT / "docs/rewards.md").read_text(), re.DOTALL)

@@ -66,7 +66,7 @@ def test_request_contains_one_sample_in_lists_of_length_one(server: RewardServer
     ]
 
 
-def test_with_batch_one_request_contains_all_samples(server: RewardServer):
+def test_batch_request_contains_all_samples(server: RewardServer):
     results = score([server.url + "/scores"], request("ee"), request("e"), batch=True)
     assert [(result.reward, result.score) for result in results] == [(2.0, 0.25), (1.0, 0.25)]
     assert [len(body["query"]) for body in server.bodies] == [2]
@@ -151,7 +151,7 @@ def test_unreachable_server_is_reported_before_the_run(
         asyncio.run(served_by([server.url, dead], timeout=1, retries=0).check())
 
 
-def test_wait_for_a_server_that_drops_packets_is_limited(monkeypatch: pytest.MonkeyPatch):
+def test_wait_for_a_server_that_drops_packets_is_bounded(monkeypatch: pytest.MonkeyPatch):
     async def drop(self: Any, asked: httpx.Request) -> httpx.Response:
         await asyncio.sleep(asked.extensions["timeout"]["connect"])
         raise httpx.ConnectTimeout("no response")

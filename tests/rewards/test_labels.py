@@ -61,7 +61,7 @@ def test_parsable_label_passes_the_check(verifier: str, label: Any) -> None:
     assert check_labels(verifier, [label], column="answer", origin=str) == []
 
 
-def test_any_answer_in_a_list_label_is_accepted() -> None:
+def test_any_answer_in_a_list_of_labels_is_accepted() -> None:
     assert [grade_math(rf"\boxed{{{answer}}}", [42, "43"]) for answer in (42, 43, 44)] == [
         1.0,
         1.0,
@@ -71,6 +71,6 @@ def test_any_answer_in_a_list_label_is_accepted() -> None:
 
 
 @pytest.mark.parametrize("label", [each for name, each in UNREADABLE if name == "math"])
-def test_math_label_without_answer_raises(label: Any) -> None:
+def test_math_label_without_an_answer_raises_an_error(label: Any) -> None:
     with pytest.raises(ValueError):
         grade_math("42", label)

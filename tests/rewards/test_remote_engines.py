@@ -111,7 +111,7 @@ def test_engine_works_across_event_loops_and_threads(
     assert engine.chat_sync(HELLO) == "HELLO"
 
 
-def test_api_key_is_an_argument_or_read_from_the_environment(
+def test_api_key_is_passed_as_an_argument_or_read_from_the_environment(
     server: OpenAIServer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("OPENAI_API_KEY", "common")

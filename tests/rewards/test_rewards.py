@@ -62,7 +62,7 @@ def test_function_is_called_once_per_sample(pool: ProcessPool):
     ]
 
 
-def test_with_batch_function_gets_all_samples_at_once(pool: ProcessPool):
+def test_batch_function_gets_all_samples_at_once(pool: ProcessPool):
     results = score(function(pool, "exact.py", batch=True), request("5", "4"), request("4", "4"))
     assert results == [
         RewardResult(reward=0.0, score=0.0, extra_logs={"calls": 2.0}),
@@ -223,7 +223,7 @@ def test_error_truncates_a_long_return_value():
     assert "10000 rewards for 1 samples" in str(caught.value) and len(str(caught.value)) < 300
 
 
-def test_all_mistakes_of_a_return_value_are_reported_together() -> None:
+def test_all_mistakes_in_a_return_value_are_reported_together() -> None:
     returned = {"reward": [1], "scores": ["good"], "extra_logs": {"a": "x", "b": [1, 2], "c": 3}}
     with pytest.raises(ValueError) as caught:
         read_rewards(returned, 1)

@@ -364,7 +364,7 @@ class TestSampling:
         prompts = [[5 + (i + j) % 90 for j in range(300)] for i in range(12)]
         assert len(tied.sample(prompts, max_tokens=2)) == 12
 
-    def test_cancelled_sample_leaves_nothing_in_the_core(self, tied):
+    def test_cancelled_sample_leaves_nothing_in_the_engine_core(self, tied):
         params = [SamplingParams(max_tokens=400, seed=i, ignore_eos=True) for i in range(2)]
         running = tied.engine.generate.remote([5, 6, 7], params)
         tied.await_held(2)
@@ -646,7 +646,7 @@ class TestFailure:
             ray.get(joining, timeout=TIMEOUT_S)
         tied.join()
 
-    def test_dead_core_raises_engine_error(self, ray_session, tmp_path):
+    def test_dead_engine_core_raises_engine_error(self, ray_session, tmp_path):
         stand = launch(build_model(tied=True), tmp_path)
         stand.call("start", stand.settings)
         stand.call("poison")

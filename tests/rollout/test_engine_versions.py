@@ -95,7 +95,7 @@ def sampled(requests: str, *phases: list[dict[str, list[int]]]) -> dict[str, tup
     return asyncio.run(run())
 
 
-def test_sample_has_the_versions_that_sampled_its_tokens() -> None:
+def test_sample_records_the_weight_versions_that_generated_its_tokens() -> None:
     both, first, second = {"a": [5], "b": [6]}, {"a": [7]}, {"b": [8, 9]}
     assert sampled("ab", [both, first], [second]) == {"a": (0,), "b": (0, 1)}
 
@@ -115,7 +115,7 @@ def test_late_tokens_of_an_aborted_sample_are_ignored() -> None:
     assert sampled("a", [{"a": [5], "gone": [6]}]) == {"a": (0,)}
 
 
-def test_switch_returns_if_the_engine_has_died() -> None:
+def test_version_switch_returns_if_the_engine_has_died() -> None:
     class Dead(Client):
         errored = True
 

@@ -97,7 +97,7 @@ def test_identical_episodes_are_written_as_identical_bytes(tmp_path: Path) -> No
 # ---- a folder
 
 
-def test_begin_sets_aside_all_files_for_a_new_run_and_later_steps_for_a_resumed_run(
+def test_new_run_sets_aside_all_files_and_resumed_run_sets_aside_later_steps(
     tmp_path: Path,
 ) -> None:
     folder = written(tmp_path, episode(score=1.0))

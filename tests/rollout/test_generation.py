@@ -169,7 +169,7 @@ def test_samples_of_a_prompt_share_its_prefill(rollout, engines) -> None:
     assert differences(engines["model"], samples).max() < 1e-4
 
 
-def test_without_prefix_cache_every_sample_computes_the_prompt(rollout) -> None:
+def test_every_sample_computes_the_prompt_without_a_prefix_cache(rollout) -> None:
     _, cost = rollout("speculating", PROMPTS)
     assert cost["timing/prefill_cached"] == 0
 
@@ -187,7 +187,7 @@ def test_without_prefix_cache_every_sample_computes_the_prompt(rollout) -> None:
     ],
     ids=str,
 )
-def test_request_rejected_by_vllm_raises_and_leaves_the_engine_alive(
+def test_request_rejected_by_vllm_raises_an_error_and_leaves_the_engine_alive(
     engines, wrong: dict[str, Any]
 ) -> None:
     good = SamplingParams(max_tokens=4, seed=1)
@@ -251,7 +251,7 @@ def test_n_gram_drafts_do_not_change_the_log_probabilities(rollout, engines) -> 
     assert tokens(samples) != tokens(rollout("plain", REFRAINS, spec)[0])
 
 
-def test_seed_gives_the_same_samples_with_drafts_in_any_order(rollout) -> None:
+def test_seed_gives_the_same_samples_with_drafts_in_any_prompt_order(rollout) -> None:
     together, _ = rollout("speculating", REFRAINS)
     alone = [sample for prompt in REFRAINS[::-1] for sample in rollout("speculating", [prompt])[0]]
     assert sorted(tokens(alone)) == sorted(tokens(together))

@@ -177,7 +177,7 @@ class Gate:
 
 
 @pytest.mark.parametrize("at_once", [1, 2, 4])
-def test_stream_runs_at_most_at_once_prompts_concurrently(at_once: int) -> None:
+def test_stream_limits_the_number_of_concurrent_prompts(at_once: int) -> None:
     gate = Gate()
 
     async def collect() -> list[int]:

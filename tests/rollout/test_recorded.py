@@ -179,7 +179,7 @@ def test_evaluations_are_written_to_separate_files(tmp_path: Path) -> None:
     assert files.read("step", 7) == first
 
 
-def test_each_stream_of_a_step_adds_episodes_to_its_file(tmp_path: Path) -> None:
+def test_each_stream_of_a_step_adds_episodes_to_the_steps_file(tmp_path: Path) -> None:
     files = EpisodeFolder(tmp_path)
     files.begin(after=-1)
     generator = DumpingGenerator(Dice(0), files, run={})

@@ -7,7 +7,7 @@ from openrlhf.rollout import routing
 from openrlhf.rollout.routing import SLACK, Router
 
 
-def test_router_spreads_prompts_by_samples_in_flight() -> None:
+def test_router_balances_prompts_by_samples_in_flight() -> None:
     router = Router(range(3))
     assert [router.pick(prompt, 4) for prompt in range(6)] == [0, 1, 2, 0, 1, 2]
     router.done(1, 1, 4)
@@ -29,7 +29,7 @@ def test_later_turn_goes_to_the_engine_that_has_its_prefix() -> None:
     assert [router.pick(episode) for episode in range(4)] == [0, 1, 0, 1]
 
 
-def test_key_moves_away_from_a_much_busier_engine_and_stays_there() -> None:
+def test_key_moves_away_from_a_much_busier_engine_and_does_not_move_back() -> None:
     router = Router(range(2))
     router.done("turn", router.pick("turn"))
     assert router.pick("long", SLACK) == 0

@@ -59,7 +59,7 @@ def test_response_has_rewards_scores_and_extra_logs_in_text_order() -> None:
     }
 
 
-def test_entries_of_a_request_other_than_query_are_ignored() -> None:
+def test_request_entries_other_than_query_are_ignored() -> None:
     body = {"query": ["one"], "prompts": None, "labels": [1, {"a": 2}], "more": "x"}
     assert post(body).json()["rewards"] == [3.0]
 
@@ -197,6 +197,6 @@ def test_unusable_address_is_rejected_before_the_model_is_loaded() -> None:
         listen("no.such.host.invalid", 0)
 
 
-def test_health_returns_status_ok() -> None:
+def test_health_endpoint_returns_status_ok() -> None:
     with TestClient(app()) as client:
         assert client.get("/health").json() == {"status": "ok"}

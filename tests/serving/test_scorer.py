@@ -197,7 +197,7 @@ def test_shortening_a_text_before_tokenization_does_not_change_its_kept_tokens(
         assert tokenize_texts([text], tokenizer, max_len=9, keep_start=keep_start) == [kept]
 
 
-def test_kept_beginning_does_not_end_with_an_eos_token_from_the_middle_of_a_text() -> None:
+def test_truncated_text_drops_an_eos_token_from_the_middle_of_the_text() -> None:
     tokenizer = character_tokenizer()
     limit = most_characters(9)
     text = "1" * (limit - 5) + "<eos>" + "2" * 100

@@ -201,7 +201,7 @@ def test_step_is_counted_as_soon_as_its_samples_are_taken(
     assert (made.step, len(taken)) == (1, BATCH)
 
 
-def test_resume_permutes_rows_once_per_epoch_regardless_of_held_prompts(
+def test_resume_permutes_rows_once_per_epoch_for_any_number_of_held_prompts(
     loop: BackgroundLoop, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     first = source(loop, VersionedEcho(), queue=8, staleness=8)

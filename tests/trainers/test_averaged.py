@@ -67,7 +67,9 @@ def test_export_is_the_average_over_the_applied_steps(folder: Path, case: str) -
 
 
 @pytest.mark.parametrize("case", [*WHOLE, *ADAPTED])
-def test_a_resumed_run_exports_the_bytes_of_an_unbroken_one(folder: Path, case: str) -> None:
+def test_resumed_run_exports_the_same_bytes_as_an_uninterrupted_run(
+    folder: Path, case: str
+) -> None:
     whole, resumed = (exported(folder, case, run) for run in ("whole", "resumed"))
     assert whole.read_bytes() == resumed.read_bytes()
     assert (whole.parent / "config.json").read_text() == (

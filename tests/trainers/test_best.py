@@ -63,7 +63,7 @@ def test_metric_key_works_with_and_without_its_eval_prefix(key: str) -> None:
     assert offline(key).improves(1, {"eval/eval_loss": 0.5, "eval/acc_mean": 0.7})
 
 
-def test_key_none_tracks_no_metric_and_stores_none_in_checkpoints() -> None:
+def test_metric_key_none_disables_tracking_and_stores_no_metric_in_checkpoints() -> None:
     best = offline("none")
     assert not best.improves(1, {"eval/eval_loss": 1.0})
     assert best.state()["best_metric_key"] is None
@@ -100,7 +100,7 @@ def test_losses_truncation_and_failures_are_minimized(name: str) -> None:
     assert (best.value, best.step) == (0.4, 4)
 
 
-def test_non_finite_value_is_never_the_best_and_does_not_block_later_values() -> None:
+def test_nonfinite_value_is_never_the_best_and_does_not_block_later_values() -> None:
     assert improved(rl(), "eval_a_pass1", [math.nan, 0.1, math.nan, math.inf, 0.2]) == [
         False,
         True,
@@ -116,7 +116,7 @@ def test_non_finite_value_is_never_the_best_and_does_not_block_later_values() ->
     ]
 
 
-def test_value_of_a_step_is_known_only_for_the_last_evaluation() -> None:
+def test_metric_value_is_known_only_for_the_last_evaluated_step() -> None:
     best = rl()
     improved(best, "eval_a_pass1", [0.5, 0.3])
     assert (best.value_of(1), best.value_of(2), best.value_of(3)) == (None, 0.3, None)

@@ -181,7 +181,7 @@ def test_length_penalties_count_sampled_tokens_and_apply_before_shaping() -> Non
     assert metrics["train/reward"] == pytest.approx(3.75 / 4)
 
 
-def test_length_limit_without_max_new_tokens_is_max_len_minus_the_prompt() -> None:
+def test_length_limit_without_max_new_tokens_is_max_len_minus_prompt_length() -> None:
     experience, _ = credited(
         batch([1.0, 1.0, 1.0, 1.0]),
         kl_in_reward=False,
@@ -218,7 +218,7 @@ def test_prompts_with_one_sample_have_no_reward_spread() -> None:
     assert group_metrics(torch.tensor([0.0, 1.0]), torch.tensor([1, 2])) == {}
 
 
-def test_teacher_credits_each_token_with_its_own_log_ratio() -> None:
+def test_teacher_advantage_of_each_token_uses_only_its_own_log_ratio() -> None:
     old, teacher = torch.full((11,), -1.0), torch.full((11,), -1.0)
     # Tokens that became more likely or less likely, and one whose KL is clipped to 10 nats.
     teacher[1], teacher[2], teacher[4] = -0.5, -3.0, -500.0
@@ -385,14 +385,16 @@ def test_early_stages_leave_failed_episodes_unchanged_and_in_place() -> None:
     assert [t.reward for t in rule.annotate(group)] == [1.0, None, 0.0]
 
 
-def test_function_rewards_alone_do_not_convert_tokens(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_stage_with_only_function_rewards_does_not_convert_tokens(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     group = [episode(0, 0, score=4.0), episode(0, 1, score=6.0)]
     rule = EarlyStages(stages=[judges(models=False, weights=(0.25,))], timeout_s=1.0)
     monkeypatch.setattr(Experience, "from_trajectories", None)
     assert [trajectory.reward for trajectory in rule.annotate(group)] == [1.0, 1.5]
 
 
-def test_column_that_every_episode_has_is_not_recomputed() -> None:
+def test_column_present_in_every_episode_is_not_recomputed() -> None:
     SENT.clear()
     group = [episode(0, 0, score=1.0), episode(0, 1, score=0.0, actions=2)]
     early = EarlyStages(stages=[column_stage("old_logprobs")], timeout_s=1.0)
@@ -438,7 +440,7 @@ def test_function_reward_alone_is_weighted_and_unrewarded_episodes_get_zero() ->
     assert not batch.timing
 
 
-def test_sample_with_non_finite_reward_fails_and_its_row_is_dropped() -> None:
+def test_sample_with_nonfinite_reward_fails_and_its_row_is_dropped() -> None:
     came = [
         episode(0, 0, score=1.0),
         episode(0, 1, score=1.0),
@@ -477,7 +479,7 @@ def test_episodes_without_a_sampled_token_are_not_trained_on() -> None:
     assert kept([good, episode(0, 1, score=0.0, actions=0)], needs_groups=False) == [good]
 
 
-def test_sample_without_peers_is_dropped_if_samples_are_compared() -> None:
+def test_sample_alone_in_its_group_is_dropped_if_samples_are_compared() -> None:
     pair = [episode(0, 0, score=1.0), episode(0, 1, score=0.0)]
     lone = [episode(1, 0, score=1.0), failed(1, 1)]
     assert kept([*pair, *lone], needs_groups=True) == pair

@@ -316,7 +316,7 @@ def test_no_kept_prompt_is_lost_and_no_unneeded_prompt_is_drawn(
     epochs=st.integers(1, 3),
     data=st.data(),
 )
-def test_groups_generated_ahead_are_used_in_later_steps_without_loss(
+def test_groups_generated_ahead_are_used_in_later_steps_and_none_is_lost(
     rows: list[Scores], batch_size: int, more: int, epochs: int, data: st.DataObject
 ) -> None:
     """A run resumed after any step regenerates the waiting groups and does not lose any of them."""

@@ -62,7 +62,7 @@ def loss_and_gradients(
 
 
 @pytest.mark.parametrize("name", ["kd", "kd_top", "prm_vocabulary", "prm_soft", "sft"])
-def test_loss_holds_one_chunk_of_logits_and_does_not_depend_on_its_size(
+def test_loss_holds_one_chunk_of_logits_and_does_not_depend_on_the_chunk_size(
     name: str, models: tuple[str, str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     chunked, largest, _ = loss_and_gradients(name, models, monkeypatch, SOME_ROWS)

@@ -388,7 +388,7 @@ def test_ranks_may_have_different_numbers_of_chunks_of_an_untied_or_adapted_outp
             )
 
 
-def test_registered_preference_losses_match_the_choices_of_the_flag() -> None:
+def test_registered_preference_losses_match_the_flags_choices() -> None:
     from openrlhf.config import choices
 
     assert list(PREFERENCE_LOSSES) == list(choices.PREFERENCE_LOSSES)

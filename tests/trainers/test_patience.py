@@ -277,7 +277,7 @@ def test_supervised_run_completes_if_its_patience_is_never_used_up(tmp_path: Pat
     assert (trainer.log.evaluated[-1], trainer.weights.exported) == (8, 8)
 
 
-def test_only_one_best_checkpoint_is_kept_with_its_metric(tmp_path: Path) -> None:
+def test_only_one_best_checkpoint_is_kept_and_it_stores_its_metric(tmp_path: Path) -> None:
     Supervised(tmp_path, LOSSES, patience=3).fit()
     (checkpoint,) = checkpoints_in(tmp_path).checkpoints()
     assert (checkpoint.tag, checkpoint.metric_key, checkpoint.metric_value) == (
@@ -360,7 +360,7 @@ def test_rl_run_stops_early_and_exports_the_best_policy(tmp_path: Path) -> None:
     assert [checkpoint.tag for checkpoint in trainer.saved.checkpoints()] == ["best_global_step2"]
 
 
-def test_initial_policy_is_exported_if_it_never_improves(
+def test_initial_policy_is_exported_if_training_never_improves_it(
     tmp_path: Path,
 ) -> None:
     trainer = OnPolicy(tmp_path, [0.5, 0.4, 0.3, 0.2], patience=2, at_start=True)
@@ -391,7 +391,7 @@ def test_initial_evaluation_is_not_repeated_after_a_kill(tmp_path: Path) -> None
 
 
 @pytest.mark.parametrize(("patience", "saved"), [(3, False), (None, True)])
-def test_terminated_export_of_best_weights_does_not_save_them_as_the_last_step(
+def test_terminating_an_export_does_not_save_the_best_weights_as_the_last_step(
     tmp_path: Path, patience: int | None, saved: bool
 ) -> None:
     def terminated() -> None:

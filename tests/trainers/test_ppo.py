@@ -65,7 +65,7 @@ def test_failures_are_counted_by_type_even_in_kept_episodes() -> None:
     }
 
 
-def test_extra_metrics_are_averaged_over_the_samples_that_report_them() -> None:
+def test_user_metrics_are_averaged_over_the_samples_that_report_them() -> None:
     kept = [
         episode(0, 0, score=0.0, extra_logs={"format": 1.0}),
         episode(0, 1, score=0.0, extra_logs={"format": 0.0, "accuracy": 0.25}),
@@ -84,7 +84,7 @@ def test_only_counts_are_logged_if_all_episodes_failed() -> None:
     }
 
 
-def test_extra_metrics_do_not_overwrite_built_in_metrics() -> None:
+def test_user_metrics_do_not_overwrite_built_in_metrics() -> None:
     kept = [
         episode(
             score=1.0, extra_logs={"kl": 5.0, "actor_lr": 2.0, "format": 0.5, "reward_rule": 1.0}
@@ -375,7 +375,7 @@ def test_last_evaluation_runs_even_if_filtering_ends_the_run_early() -> None:
     assert events([KEPT + FILTERED, KEPT], eval_steps=10) == ["step 1, 50%", "step 2, 100%", *end]
 
 
-def test_rejected_end_of_an_epoch_makes_no_step_but_the_last_evaluation_runs() -> None:
+def test_last_evaluation_runs_even_if_the_end_of_the_epoch_is_rejected() -> None:
     end = ["evaluation 2", "No prompts are left to train on after step 2.", "export"]
     assert events([KEPT, FILTERED, KEPT, FILTERED], eval_steps=10) == [
         "step 1, 100%",
@@ -511,7 +511,7 @@ def test_interrupted_evaluation_saves_a_checkpoint_and_runs_after_resume() -> No
     assert notes.events[4:7] == ["evaluation 2", "step 3, 100%", "evaluation 3"]
 
 
-def test_evaluated_weights_are_not_evaluated_again() -> None:
+def test_weights_that_were_already_evaluated_are_not_evaluated_again() -> None:
     end = ["No prompts are left to train on after step 1.", "export"]
     assert events([KEPT, FILTERED], eval_steps=1) == ["step 1, 100%", "evaluation 1", *end]
     assert "evaluation" not in "".join(events([KEPT, FILTERED], eval_steps=-1))

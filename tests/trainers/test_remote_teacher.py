@@ -67,7 +67,7 @@ def test_every_token_except_the_first_gets_the_teachers_logprob(server: OpenAISe
     assert column.tolist() == pytest.approx([0.0, -0.1, -0.2, -0.3, 0.0, -0.1])
 
 
-def test_without_a_remote_teacher_there_is_no_column() -> None:
+def test_no_teacher_column_is_added_without_a_remote_teacher() -> None:
     assert Experience.from_trajectories([episode(score=1.0)]).teacher_logprobs is None
 
 
@@ -162,7 +162,7 @@ def test_probe_is_shortened_to_max_len(server: OpenAIServer) -> None:
     assert all(len(body["prompt"]) <= 10 for _, body in server.asked if body)
 
 
-def test_different_vocabulary_is_rejected_with_an_example_token(server: OpenAIServer) -> None:
+def test_error_for_a_different_vocabulary_quotes_an_example_token(server: OpenAIServer) -> None:
     server.texts = lambda token: text_of(token) if token < 20 else "?"
     with pytest.raises(
         DataError,

@@ -41,7 +41,7 @@ def test_deviation_of_equal_rewards_is_stored_as_a_small_positive_value() -> Non
 
 
 @pytest.mark.parametrize("pairs_at_once", [1, 3, 8])
-def test_deviation_is_exact_beside_a_large_mean(pairs_at_once: int) -> None:
+def test_deviation_is_exact_even_with_a_large_mean(pairs_at_once: int) -> None:
     rewards = [50 + 0.0117 * math.sin(number) for number in range(16)]
     seen = [float(torch.tensor(reward)) for reward in rewards]  # float32
     numbers = evaluation(rewards, pairs_at_once=pairs_at_once)

@@ -188,7 +188,7 @@ def test_step_is_generated_only_on_request(source: Make) -> None:
         (3, 9, 2, [1]),
     ],
 )
-def test_prompts_generated_ahead_are_used_once_and_never_cross_epochs(
+def test_prompts_generated_ahead_are_used_once_and_only_in_their_own_epoch(
     source: Make, prompts: int, at_once: int, batch_size: int, steps_that_generate: list[int]
 ) -> None:
     made = source(prompts, batch_size=batch_size, at_once=at_once)
@@ -206,7 +206,7 @@ def test_prompts_generated_ahead_are_used_once_and_never_cross_epochs(
 
 
 @pytest.mark.parametrize(("at_once", "handed_out"), [(4, 1), (8, 4)])
-def test_batch_bound_to_fail_is_aborted_early_if_it_is_a_single_step(
+def test_batch_that_is_bound_to_fail_is_aborted_early_if_it_has_a_single_step(
     source: Make, at_once: int, handed_out: int
 ) -> None:
     """If the batch had several steps, the cancelled prompts would be missing from the epoch."""
@@ -258,7 +258,7 @@ def test_evaluation_requests_every_prompt_once_in_limited_batches(loop: Backgrou
 # ---- evaluation metrics
 
 
-def test_pass_at_k_is_the_best_and_pass_at_1_the_mean_of_the_samples() -> None:
+def test_pass_at_k_is_the_best_score_and_pass_at_1_is_the_mean_score() -> None:
     trajectories = [
         episode(0, 0, score=1.0, actions=2),
         episode(0, 1, score=0.0, actions=4, stop=StopReason.LENGTH),

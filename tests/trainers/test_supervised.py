@@ -147,7 +147,7 @@ def test_every_epoch_has_full_batches_of_distinct_rows_in_its_own_order(
 
 
 @pytest.mark.parametrize("step", range(10))
-def test_run_resumed_at_any_step_sees_the_remaining_rows(tmp_path: Path, step: int) -> None:
+def test_run_resumed_at_any_step_trains_on_the_remaining_rows(tmp_path: Path, step: int) -> None:
     made = trainer(tmp_path, CountingTask())
     assert batches(made, from_step=step) == batches(made)[step:]
 
@@ -181,7 +181,7 @@ def test_evaluation_is_a_mean_over_rows_if_the_last_micro_batch_is_short(
 
 @pytest.mark.parametrize("rows", [1, 6, 13])
 @pytest.mark.parametrize("stage", [2, 3])
-def test_every_rank_runs_as_many_forward_passes_as_the_rank_with_most_rows(
+def test_every_rank_runs_as_many_forward_passes_as_the_rank_with_the_most_rows(
     tmp_path: Path, rows: int, stage: int
 ) -> None:
     """If a rank ran fewer forward passes, the other ranks would wait for it.
@@ -305,13 +305,13 @@ def test_changed_number_of_optimizer_steps_prints_a_notice_with_both_numbers(
         ),
     ],
 )
-def test_checkpoint_from_a_different_run_is_rejected_with_both_values(
+def test_error_for_a_checkpoint_from_a_different_run_states_both_values(
     changes: dict[str, Any], words: list[str]
 ) -> None:
     message = complaints(checkpoint_of(**changes))
     assert all(word in message for word in [*words, "global_step4 in --ckpt.path"]), message
 
 
-def test_checkpoint_from_a_different_run_is_rejected_with_all_differences() -> None:
+def test_error_for_a_checkpoint_from_a_different_run_lists_all_differences() -> None:
     message = complaints(checkpoint_of(world_size=2, task="rm"))
     assert "number of processes" in message and "task: was rm" in message

@@ -54,7 +54,7 @@ def test_offloaded_teacher_leaves_the_device_before_the_student_runs(model: str)
     assert teacher.rested == 1
 
 
-def test_served_teacher_returns_logprobs_of_the_token_after_each_position(model: str) -> None:
+def test_remote_teacher_returns_logprobs_of_the_token_after_each_position(model: str) -> None:
     """Tokens outside the student's vocabulary are dropped; missing tokens have probability 0."""
     line = (
         f"--model.model_name_or_path {model} --kd.teacher_model http://localhost:1/v1 "

@@ -110,7 +110,7 @@ def matrix() -> list[Case]:
         pytest.param(matrix(), id="all", marks=[pytest.mark.verify, pytest.mark.timeout(900)]),
     ],
 )
-def test_only_rounded_moments_differ_from_adamw_in_float64(
+def test_only_weights_with_rounded_moments_differ_from_float64_adamw(
     cases: list[Case], tmp_path: Path
 ) -> None:
     results = run_all(cases, tmp_path)
@@ -138,7 +138,9 @@ def test_resumed_and_offloaded_runs_have_the_same_weights(tmp_path: Path) -> Non
 
 @pytest.mark.verify
 @pytest.mark.timeout(900)
-def test_adapters_and_bfloat16_weights_are_near_those_of_32_bit_moments(tmp_path: Path) -> None:
+def test_adapters_and_bfloat16_weights_are_close_to_results_of_32_bit_moments(
+    tmp_path: Path,
+) -> None:
     cases = [EightBit(zero=zero, lora=64) for zero in range(4)]
     cases += [EightBit(zero=zero, dtype="bf16") for zero in range(4)]
     exact = [replace(case, optim="adam") for case in cases]
@@ -156,7 +158,7 @@ def test_adapters_and_bfloat16_weights_are_near_those_of_32_bit_moments(tmp_path
 
 @pytest.mark.verify
 @pytest.mark.timeout(900)
-def test_blocks_with_moments_of_two_weights_are_rounded_more(tmp_path: Path) -> None:
+def test_blocks_that_span_two_weights_have_larger_rounding_errors(tmp_path: Path) -> None:
     """ZeRO joins weights, so a block can begin in one weight and end in the next."""
     cases = [EightBit(zero=zero, ranks=1, model="llama-wide-odd") for zero in range(1, 4)]
     results = run_all(cases, tmp_path)

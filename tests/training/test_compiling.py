@@ -17,7 +17,7 @@ BUILDS = Path.home() / ".cache" / "torch_extensions"
 
 
 @pytest.mark.parametrize("place", ["cpu_adam", "py311_cpu/async_io"])
-def test_lock_that_no_process_has_open_is_removed(
+def test_lock_file_that_no_process_has_open_is_removed(
     place: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("TORCH_EXTENSIONS_DIR", str(tmp_path))

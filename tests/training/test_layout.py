@@ -15,7 +15,7 @@ layouts = st.builds(RankLayout, dp=sizes, sp=sizes, tp=sizes)
 
 
 @given(layouts)
-def test_ranks_of_a_slice_are_neighbors(layout: RankLayout) -> None:
+def test_ranks_in_a_slice_are_consecutive(layout: RankLayout) -> None:
     slices = layout.slice_ranks()
     assert [rank for ranks in slices for rank in ranks] == list(range(layout.world_size))
     assert [len(ranks) for ranks in slices] == [layout.sp * layout.tp] * layout.dp

@@ -133,7 +133,7 @@ def test_8_bit_adam_computes_long_tensors_in_chunks(size: int, bits: int) -> Non
     assert list(ours.state) == [one]
 
 
-def test_8_bit_adam_moves_its_whole_state() -> None:
+def test_8_bit_adam_moves_its_entire_state() -> None:
     weight = nn.Parameter(torch.ones(4096))
     optimizer = Adam8bit([{"params": [weight], "is_8bit": True}])
     weight.grad = torch.ones(4096)

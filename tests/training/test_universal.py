@@ -177,7 +177,7 @@ def checkpoint(**engines: EngineLayout) -> Checkpoint:
         ({"world_size": 4, "zero_stage": 1, "tensor_parallel_size": 2}, True, None),
     ],
 )  # fmt: skip
-def test_unconvertible_checkpoint_is_rejected_with_both_layouts(
+def test_error_for_an_unconvertible_checkpoint_names_both_layouts(
     now: dict[str, Any], converts: bool, refused: str | None
 ) -> None:
     then = EngineLayout(world_size=2, zero_stage=2)
@@ -193,7 +193,7 @@ def check_layout(then: EngineLayout, now: EngineLayout, converts: bool) -> None:
     checkpoint(_actor=then).check_continued_by(run, layout="layout", converts=converts)
 
 
-def test_tensor_parallel_size_of_zero_0_cannot_be_converted() -> None:
+def test_tensor_parallel_size_cannot_be_converted_with_zero_0() -> None:
     then, now = (
         EngineLayout(world_size=2, tensor_parallel_size=size, zero_stage=0) for size in (1, 2)
     )

@@ -61,7 +61,7 @@ def test_run_is_recorded_and_learns_unless_stale_samples_are_uncorrected(
     assert after > before or name in ("queue4", "queue8")
 
 
-def test_corrected_queue_of_two_is_within_the_spread_of_synchronous_training() -> None:
+def test_corrected_training_with_a_queue_of_two_matches_synchronous_training() -> None:
     """The mean held-out pass@1 over seeds is no lower than the worst synchronous seed's."""
     after = {
         name: [run.pass_at_1[1] for run in read_runs(RECORDS) if run.name == name] for name in RUNS

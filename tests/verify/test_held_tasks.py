@@ -64,7 +64,7 @@ def change(outcome: dict[str, float]) -> str:
     return f"{outcome['change']:+.3f} ± {outcome['change_error']:.3f}"
 
 
-def test_outcome_compares_each_problem_with_itself() -> None:
+def test_outcome_compares_each_problem_before_and_after_training() -> None:
     before, after = [0.0, 0.5, 1.0, 0.5], [0.0, 0.25, 1.0, 0.25]
     outcome = Outcome.of(after, before)
     assert outcome.change == -0.125

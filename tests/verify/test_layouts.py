@@ -109,7 +109,7 @@ def keep_only(folder: Path, step: int) -> None:
     ],
     ids=lambda value: "-".join(map(str, value.values())) if isinstance(value, dict) else str(value),
 )
-def test_killed_run_in_a_layout_resumes_to_the_last_bit_and_exports_what_one_process_does(
+def test_killed_run_resumes_exactly_and_its_export_equals_that_of_one_process(
     workspace: Path, tmp_path: Path, ranks: int, layout: dict[str, Any]
 ) -> None:
     lora = {name: value for name, value in layout.items() if "lora" in name}

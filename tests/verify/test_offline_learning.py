@@ -96,7 +96,7 @@ SUBJECTS = {
 
 
 @pytest.mark.timeout(1800)
-def test_every_offline_method_learns_its_toy_data_set(tmp_path: Path) -> None:
+def test_every_offline_method_learns_its_toy_dataset(tmp_path: Path) -> None:
     workspace, table = make_workspace(tmp_path), []
     for name, subject in SUBJECTS.items():
         cells: list[str] = []

@@ -174,7 +174,7 @@ def test_second_publication_reuses_the_first_group() -> None:
     assert run.publisher.groups_made == 1
 
 
-def test_broadcast_group_contains_rank_0_as_the_sender_and_every_engine_worker() -> None:
+def test_broadcast_group_contains_sender_rank_0_and_every_engine_worker() -> None:
     run = new_run()
     run.publisher.publish(7)
     group = run.group()
@@ -206,7 +206,7 @@ def test_refit_sends_the_current_version_to_one_engine_in_a_new_group() -> None:
 
 
 @pytest.mark.parametrize("call", ["join", "receive", "resume"])
-def test_publication_is_repeated_for_the_remaining_engines_after_a_loss(
+def test_publication_is_repeated_for_the_remaining_engines_after_one_is_lost(
     call: str, abandoned: list[str]
 ) -> None:
     run = new_run()
@@ -230,7 +230,7 @@ def test_failed_refit_abandons_its_group(abandoned: list[str]) -> None:
     assert not restarted.up
 
 
-def test_publication_raises_the_error_of_the_fleet_if_the_last_engine_is_lost() -> None:
+def test_publication_raises_the_fleets_error_if_the_last_engine_is_lost() -> None:
     run = new_run(engines=1)
     run.processes.failures["engine0 receive"] = ProcessLost("engine 0")
     run.fleet.lost_next = run.fleet.members

@@ -205,7 +205,7 @@ def test_error_names_members_that_never_joined(threads: ThreadPoolExecutor) -> N
     assert_fails_soon(joining)
 
 
-def test_abandoned_group_ends_the_waits_of_its_members(threads: ThreadPoolExecutor) -> None:
+def test_abandoning_a_group_stops_its_members_from_waiting(threads: ThreadPoolExecutor) -> None:
     group = new_group(world_size=3, timeout_s=600.0)
     joining = [threads.submit(join_group, group, rank) for rank in (0, 1)]
     abandon(group)  # rank 2 was lost before it joined
@@ -218,7 +218,7 @@ def test_abandoning_a_group_without_a_store_is_ignored() -> None:
     abandon(new_group())
 
 
-def test_worker_without_a_trainer_fails_after_the_deadline() -> None:
+def test_worker_whose_trainer_never_joins_fails_after_the_deadline() -> None:
     with pytest.raises(PublicationError, match=r"rank 1 .*trainer"):
         join_group(new_group(timeout_s=0.5), 1)
 

@@ -133,7 +133,7 @@ def text_nll(hf: PreTrainedModel) -> Tensor:
     return -torch.cat(chosen).mean()
 
 
-def test_plain_policy_terms_equal_the_reference_loop_from_the_paper(model: str) -> None:
+def test_float64_policy_terms_equal_the_papers_reference_loop(model: str) -> None:
     hf = AutoModelForCausalLM.from_pretrained(model, dtype=torch.float64)
     with torch.no_grad():
         logprobs, _, mask = scores(hf, 3)

@@ -150,7 +150,7 @@ def trust(one: Experience, loss: str) -> list[float]:
 
 
 @pytest.mark.parametrize("loss", CLIPS)
-def test_plain_row_terms_equal_the_reference_loop(model: str, loss: str) -> None:
+def test_float64_row_terms_equal_the_reference_loop(model: str, loss: str) -> None:
     hf = AutoModelForCausalLM.from_pretrained(model, dtype=torch.float64)
     one = experience().select([3])
     assert one.advantages is not None and one.old_logprobs is not None
