@@ -13,8 +13,7 @@ PARAMETER = re.compile(rf"(?<=[?&;#])({NAME}=)[^&;#\s,'\"]+", re.IGNORECASE)
 # masked even without a password, because it may be a token
 USER = re.compile(r"(?<=://)[^/?#\s]*@")
 KINDS = r"(?:access|api|auth|bearer|hf|hub|id|private|refresh|secret|session)[_-]?(?:key|token)"
-# Names of secret JSON entries. This is stricter than NAME, because names such as `eos_token` are
-# not secret.
+# Names of secret JSON entries, stricter than NAME because names such as `eos_token` are not secret.
 ENTRY = re.compile(
     rf"(?:.*[_-])?(?:{KINDS}|secret|passwd|password|authorization|credentials?)|token",
     re.IGNORECASE,

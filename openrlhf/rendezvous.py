@@ -16,8 +16,7 @@ from torch.distributed.rendezvous import register_rendezvous_handler, rendezvous
 
 from openrlhf.reporting import warn
 
-# URL for `init_process_group` that reads the same variables as env://, but uses this module's
-# store.
+# URL for `init_process_group`: like env://, but with this module's store.
 INIT_METHOD = "openrlhf://"
 MAX_WAITING_CONNECTIONS = 2048
 

@@ -13,7 +13,7 @@ from torch import Tensor
 
 @dataclass(frozen=True, kw_only=True)
 class Ring:
-    """The ranks that share each sequence, as one of them sees the ring."""
+    """One rank's view of the ring of ranks that share each sequence."""
 
     group: dist.ProcessGroup
     ranks: tuple[int, ...]  # ranks in the order in which keys and values travel

@@ -95,8 +95,7 @@ def in_order() -> Iterator[None]:
         if not _State.status:
             raise
         _report_end()
-        # Raise a new SystemExit, because a Ray call may have changed the status of the one from
-        # `end`.
+        # Raise a new SystemExit: a Ray call may have changed the status of the first one.
         raise SystemExit(_State.status) from None
     finally:
         if not _State.status:

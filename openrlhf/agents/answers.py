@@ -20,7 +20,7 @@ class Logprob:
 class CompletionOutput:
     """One sample.
 
-    `token_ids` include the token or stop string that ended the sample; `text` does not.
+    `token_ids` includes the token or stop string that ended the sample; `text` does not.
     """
 
     index: int
@@ -33,7 +33,7 @@ class CompletionOutput:
     def is_cut(self, prompt_length: int, max_length: int, max_new_tokens: int | None) -> bool:
         """Return whether a limit of the run (context length, tokens per turn) truncated the sample.
 
-        A sample that only reached a lower limit, which the request itself set, does not count.
+        A sample that only reached a lower limit set by the request itself does not count.
         """
         room = max_length - prompt_length
         limit = min(room, max_new_tokens or room)

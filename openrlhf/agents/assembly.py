@@ -24,7 +24,9 @@ Range = Annotated[list[Index], Field(min_length=2, max_length=2)]  # [start, end
 
 
 class EpisodeMistake(UserCodeError):
-    """Error for an executor's result that is not a valid episode. The message shows the value."""
+    """Error for an executor's result that is not a valid episode. The message includes the invalid
+    value.
+    """
 
     def __init__(self, message: str) -> None:
         super().__init__(message, Failure.RESULT)
@@ -39,7 +41,7 @@ class _Entry(BaseModel):
 
 
 class _Result(_Entry):
-    """An executor's result: the last conversation, and the earlier ones."""
+    """An executor's result: the last conversation and the earlier conversations."""
 
     earlier: list[_Entry] | None = None
 
@@ -173,8 +175,8 @@ class _Samples:
     def _take(self, tokens: list[int], start: int, end: int) -> Generation | None:
         """Remove from `unused` the longest sample that matches the tokens at `start`. Return it.
 
-        Samples whose prompt equals the tokens before `start` are preferred. If a sample may belong
-        to another episode, it is used only if its prompt equals these tokens.
+        Samples whose prompt equals the tokens before `start` are preferred. A sample that may
+        belong to another episode is used only if its prompt equals the tokens before `start`.
         """
         span = tokens[start:end]
         matching: list[tuple[bool, bool, int, int]] = []
@@ -239,7 +241,7 @@ def _numbers(name: str, given: Any, count: int, of: str) -> list[float] | None:
 def _reward(result: Mapping[str, Any], turn_rewards: Sequence[float] | None) -> RewardResult:
     """Return the episode's reward, which defaults to the sum of its turn rewards.
 
-    If the result has neither, it has no reward, and a reward model scores the episode.
+    If the result has neither a reward nor turn rewards, a reward model scores the episode.
     """
     reward = result.get("reward")
     if reward is None and turn_rewards:

@@ -10,8 +10,8 @@ from pydantic import BaseModel, ConfigDict, Field, model_validator
 from pydantic_core import PydanticCustomError
 from transformers.utils.chat_template_utils import render_jinja_template
 
-# Fields that are ignored. The run sets the sampling parameters, so that the log-probabilities are
-# the policy's. The remaining fields identify the client for accounting and caching.
+# Ignored fields. The run sets the sampling parameters, so that log-probabilities are the policy's.
+# The remaining fields identify the client for accounting and caching.
 WITHOUT_EFFECT = {
     "model", "temperature", "top_p", "top_k", "min_p", "presence_penalty", "frequency_penalty",
     "repetition_penalty", "seed",
@@ -41,7 +41,7 @@ Length = Annotated[int, Field(ge=1)]
 
 
 class _Request(BaseModel):
-    """A request. Fields that are not declared here are accepted only with certain values."""
+    """A request. Fields not declared here are accepted only with certain values."""
 
     model_config = ConfigDict(extra="allow", strict=True)
 

@@ -35,8 +35,8 @@ def encode_after(
 ) -> Continuation:
     """Encode `text` as a continuation of the tokens `before`.
 
-    A tokenizer may treat the start of a text specially. For example, sentencepiece adds a space
-    there.
+    A tokenizer may treat the start of a text specially. For example, sentencepiece inserts a
+    leading space.
 
     Example: a Llama tokenizer encodes "\\n<|user|>" as `\\n`, `<|user|>` after `</s>`, but as `▁`,
     `\\n`, `<|user|>` on its own.

@@ -96,9 +96,9 @@ class AgentInstanceBase(ABC):
         """Respond to the policy's action.
 
         `states` has `observation_text` (the conversation before the action), `action_text`,
-        `label`, `sampling_params`, `turn` (from 0), and two entries on how the action ended.
-        `finish_reason` is "stop" if the policy ended its action, "length" if it was truncated.
-        `end_text` is the end-of-turn text, which is not part of `action_text`, such as
+        `label`, `sampling_params`, `turn` (from 0), and two entries that describe how the action
+        ended. `finish_reason` is "stop" if the policy ended its action, "length" if it was
+        truncated. `end_text` is the end-of-turn text, which is not part of `action_text`, such as
         "<|im_end|>"; it is empty if the action was truncated.
 
         Returns `rewards` for this turn, `environment_feedback` (the text that follows) and `done`;
@@ -203,7 +203,7 @@ class MultiTurnAgentExecutor(AgentExecutorBase):
 class _Episode:
     """An episode's tokens and text so far.
 
-    If the prompt is too long, its first tokens are dropped, so that one action fits.
+    If the prompt is too long, its first tokens are dropped to leave room for one action.
     """
 
     def __init__(
@@ -251,7 +251,7 @@ class _Episode:
         return output
 
     def _end_of(self, output: CompletionOutput) -> str:
-        """Return the stop string, or the text of the stop token, that ended an action."""
+        """Return the stop string or the text of the stop token that ended an action."""
         if output.finish_reason != "stop":
             return ""
         if isinstance(output.stop_reason, str):
@@ -261,8 +261,8 @@ class _Episode:
     def observe(self, returned: Any, *, step: str) -> None:
         """Append the environment's feedback, and record its rewards and logs.
 
-        `returned` is the value that `step` returned. Raises ContractMistake if an entry is missing
-        or invalid.
+        `returned` is the return value of `step`. Raises ContractMistake if an entry is missing or
+        invalid.
         """
         _check_entries(returned, step)
         self.rewards.append(_number(returned, "rewards", step))
@@ -299,7 +299,7 @@ class _Episode:
     def _logprobs(self) -> list[float] | None:
         """Return the log-probabilities of the sampled tokens, or None if some are missing.
 
-        A subclass needs them if it samples with its own engine.
+        A subclass that samples with its own engine needs these log-probabilities.
         """
         logprobs = [0.0] * len(self.tokens)
         for (start, _), output in zip(self.ranges, self.outputs, strict=True):
@@ -314,8 +314,8 @@ class _Episode:
 class SingleTurnAgentExecutor(AgentExecutorBase):
     """An executor for single-turn episodes.
 
-    `remote_rm_url` is a file that defines `reward_func`, or one or more reward server URLs. Without
-    this URL, episodes have no reward yet.
+    `remote_rm_url` is a file that defines `reward_func`, or one or more reward server URLs. If it
+    is not set, the executor does not score the episodes.
     """
 
     def __init__(self, remote_rm_url: str | list[str] | None = None) -> None:
@@ -378,7 +378,7 @@ class ContractMistake(ValueError):
 
 
 def _check_entries(returned: Any, step: str) -> None:
-    """Raise ContractMistake if `step` returned a value with missing or invalid entries."""
+    """Raise ContractMistake if the return value of `step` has missing or invalid entries."""
     expected = "it must return a dict with rewards, environment_feedback and done"
     if not isinstance(returned, Mapping):
         raise ContractMistake(f"{step} returned {returned!r}; {expected}")
@@ -396,7 +396,7 @@ def _check_entries(returned: Any, step: str) -> None:
 
 
 def _number(returned: Mapping[str, Any], name: str, step: str) -> float:
-    """Return a numeric entry of the value that `step` returned."""
+    """Return a numeric entry of the return value of `step`."""
     value = returned[name]
     try:
         return numbers(name, plain(value), 1)[0]

@@ -26,7 +26,7 @@ EXCERPT_CHARACTERS = 60  # maximum length of quoted text in a notice
 class ChatMistake(EngineRefusal):
     """An error for a request that cannot be answered.
 
-    The message addresses the agent's author. `param` names the invalid field.
+    The message is written for the agent's author. `param` names the invalid field.
     """
 
     def __init__(self, message: str, param: str | None = None) -> None:
@@ -41,7 +41,7 @@ class ContextFull(ChatMistake):
 def check_size(text: str, max_length: int) -> None:
     """Raise ContextFull if a text is too long to fit into `max_length` tokens.
 
-    The check does not tokenize the text, which could take a long time.
+    The check does not tokenize the text, because tokenizing could take a long time.
     """
     limit = most_characters(max_length)
     if len(text) > limit:
@@ -227,14 +227,14 @@ class Conversation:
     def _note_differences(self, whole: str, added: str, *, exact: bool) -> None:
         """Add notices if the conversation differs from `whole`, a fresh rendering of it.
 
-        `added` is the text after the last reply. `exact` is true if its tokens start where the
-        reply ends.
+        `added` is the text after the last reply. `exact` is true if the added tokens start where
+        the reply ends.
         """
         ours = self._text + added
         if ours != whole:
             kind = "template"
             if "".join(ours.split()) == "".join(whole.split()):
-                kind = "spaces"  # separate, because each kind of notice is logged only once
+                kind = "spaces"  # kept separate, because each kind of notice is logged only once
             self.notices[kind] = _difference(ours, whole)
         if not exact:
             self.notices["border"] = (

@@ -109,7 +109,7 @@ class OpenAIAgentExecutor(AgentExecutorBase):
         """Run the agent on the prompt.
 
         Returns the reward, or a dict with `reward` and optionally `scores` and `extra_logs`. The
-        method may be `async def`, with an asynchronous client, or `def`, which runs in a thread. A
+        method may be `async def` (with an asynchronous client) or `def` (run in a thread). A
         request that exceeds the context is rejected with status 400 and code
         `context_length_exceeded`; the episode then ends at the last reply, as truncated.
         """
@@ -171,11 +171,11 @@ class OpenAIAgentExecutor(AgentExecutorBase):
         }
 
     def _start(self) -> asyncio.Task[None]:
-        """Listen on a free port. Clients that connect before the server is running wait."""
+        """Listen on a free port. Clients that connect early wait until the server is running."""
         listener = socket.create_server(("127.0.0.1", 0), backlog=1024)
         self.base_url = f"http://127.0.0.1:{listener.getsockname()[1]}/v1"
         # Keep connections open, because clients reuse them for later turns.
-        # A request would be lost if the server closed its connection at the same time.
+        # A request would be lost if the server closed the client's connection at the same time.
         settings = uvicorn.Config(
             self._app(),
             log_level="warning",
@@ -186,7 +186,7 @@ class OpenAIAgentExecutor(AgentExecutorBase):
         return asyncio.create_task(self._serve(settings, listener))
 
     async def _serve(self, settings: uvicorn.Config, listener: socket.socket) -> None:
-        with listener:  # uvicorn does not close it if this task is cancelled
+        with listener:  # uvicorn does not close the listener if this task is cancelled
             await _Server(settings).serve(sockets=[listener])
 
     def _app(self) -> FastAPI:

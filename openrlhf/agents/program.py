@@ -35,8 +35,8 @@ IGNORED_PARAMS = {
     "detokenize", "output_kind", "flat_logprobs", "skip_clone", "output_text_buffer_length",
 }  # fmt: skip
 
-# Values that have no effect, for some of the vLLM parameters that `SamplingParams` lacks. For the
-# others, this value is None.
+# Values that have no effect, for vLLM parameters that `SamplingParams` lacks.
+# For parameters that are not listed, None has no effect.
 NEUTRAL_PARAMS = {"n": 1, "bad_words": [], "spaces_between_special_tokens": True}
 OLD_QUEUE = """\
 was written for releases 0.8.7 to 0.9.0. Remove the arguments of its class, change its method to
@@ -49,7 +49,7 @@ call
 
 
 class EngineProxy:
-    """An episode's engine, which requests samples from the process that owns the pool."""
+    """An episode's engine, which requests samples from the process that owns the process pool."""
 
     def __init__(
         self, ask: Ask, params: SamplingParams, tokenizer: PreTrainedTokenizerBase, max_length: int
@@ -170,7 +170,7 @@ def start(path: str, tokenizer: bytes, max_length: int, max_turns: int | None) -
 
 
 async def play(prompt: str, label: Any, params: SamplingParams, images: Any) -> dict[str, Any]:
-    """Run one episode, and return those entries of the executor's result that the run uses."""
+    """Run one episode, and return the entries of the executor's result that the run uses."""
     arguments = {
         "prompt": prompt,
         "label": label,

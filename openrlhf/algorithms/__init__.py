@@ -2,5 +2,6 @@
 
 Per-token blocks are (B, T) on one axis: position t describes token t, and a mask marks the
 positions that count. The functions do not depend on a configuration, a device, an engine or a
-logger. Losses return one term per token, which the owner of the optimizer-step window reduces.
+logger. Losses return one term per token; the code that owns the optimizer-step window reduces the
+terms.
 """

@@ -73,8 +73,8 @@ def _discounted_sums(x: PerToken, decay: float) -> PerToken:
 def monte_carlo(
     token_rewards: PerToken, values: PerToken, mask: TokenMask, *, gamma: float, lam: float
 ) -> tuple[PerToken, PerToken]:
-    """Compute Â_t = Ĝ_t = r_t + γ Ĝ_{t+1} over the action tokens: GAE with λ = 1 and without a
-    critic.
+    """Compute Â_t = Ĝ_t = r_t + γ Ĝ_{t+1} over the action tokens. This is GAE with λ = 1 and
+    without a critic.
 
     All critic-free estimators use this credit assignment. `values` and `lam` are ignored.
     """
@@ -96,8 +96,8 @@ def group_statistics(rewards: PerSample, group: GroupIds) -> GroupStatistics:
     need not be adjacent.
 
     If all rewards in a group are equal, `centered` and `std` are exactly zero, because the group's
-    smallest reward is subtracted first. Without this, the mean could have a rounding error, which
-    division by a tiny standard deviation would make as large as a real advantage.
+    smallest reward is subtracted first. Otherwise, a rounding error of the mean, divided by a tiny
+    standard deviation, could become as large as a real advantage.
     """
     untyped = cast(Any, torch)
     _, group_index, counts = untyped.unique(group, return_inverse=True, return_counts=True)
@@ -123,7 +123,7 @@ class AdvantageEstimator:
 
 
 class EstimatorError(ValueError):
-    """A violation of the reward shaping contract by an estimator, for example a plug-in's.
+    """An error for an estimator, such as a plug-in's, that violates the reward-shaping contract.
 
     The message refers to the shaping function as "it", because the caller prepends the estimator's
     name.
@@ -165,8 +165,8 @@ def unshaped(rewards: PerSample, group: GroupIds) -> PerSample:
 def mean_baseline(rewards: PerSample, group: GroupIds) -> PerSample:
     """Compute R_i − mean of the rewards of the prompt.
 
-    REINFORCE++-baseline, arXiv:2501.03262, whitens the result; Dr. GRPO, Liu et al. 2025,
-    arXiv:2503.20783, does not.
+    REINFORCE++-baseline (arXiv:2501.03262) whitens the result; `dr_grpo` (Liu et al. 2025,
+    arXiv:2503.20783) does not.
     """
     return group_statistics(rewards, group).centered.to(rewards.dtype)
 
@@ -207,9 +207,9 @@ def group_norm(rewards: PerSample, group: GroupIds) -> PerSample:
 def shape_rewards(rewards: PerSample, group: GroupIds, estimator: AdvantageEstimator) -> PerSample:
     """Apply an estimator's reward shaping to all samples in the batch.
 
-    Raises ValueError if a reward is not finite, which means that it is missing or its source is
-    broken. Raises EstimatorError if the shaping function fails or does not return one finite number
-    per sample.
+    Raises ValueError if a reward is not finite, which means that the reward is missing or its
+    source is broken. Raises EstimatorError if the shaping function fails or does not return one
+    finite number per sample.
     """
     broken = [int(sample) for sample in (~rewards.isfinite()).nonzero()]
     if broken:

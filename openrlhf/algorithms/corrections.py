@@ -41,8 +41,8 @@ class Correction:
 def binary_kl(old_logprobs: PerToken, rollout_logprobs: PerToken) -> PerToken:
     """Compute p ln(p/q) + (1 − p) ln((1 − p)/(1 − q)) in nats, in float64.
 
-    This is KL(π_rollout‖π_old) if all tokens other than the sampled one are treated as one. Qi et
-    al. 2026, arXiv:2602.04879 (binary approximation)
+    This is KL(π_rollout‖π_old) with all tokens except the sampled token merged into one. Qi et al.
+    2026, arXiv:2602.04879 (binary approximation)
     """
     p, q = _probabilities(rollout_logprobs), _probabilities(old_logprobs)
     return p * (p / q).log() + (1 - p) * ((1 - p) / (1 - q)).log()
@@ -130,8 +130,8 @@ def correction_weights(
 def filtered_units(
     outside: Bool[Tensor, "B T"], mask: TokenMask, level: Level
 ) -> tuple[float, float]:
-    """Return how many tokens, or sequences at a sequence level, are outside the band, and how many
-    there are.
+    """Return the number of tokens (sequences, at a sequence level) outside the band, and their
+    total number.
     """
     if level == "token":
         return float(outside.sum()), float(mask.sum())

@@ -14,10 +14,10 @@ def load_balancing_loss(
 
     Fedus et al. 2021, eqs. 4–6, arXiv:2101.03961
 
-    f_e is the number of times that expert e is chosen per token, and P_e is its mean probability.
-    The paper chooses one expert per token; here `top_k` experts are chosen. Layers are pooled, as
-    in Transformers. The loss is `top_k` if all experts are used equally, and up to E if the same
-    experts are always chosen. Only P has a gradient.
+    f_e is the number of times expert e is chosen per token, and P_e is the expert's mean
+    probability. The paper chooses one expert per token; here `top_k` experts are chosen. Layers are
+    pooled, as in Transformers. The loss is `top_k` if all experts are used equally, and up to E if
+    the same experts are always chosen. Only P has a gradient.
     """
     experts = router_logits[0].shape[-1]
     tokens = sum(len(logits) for logits in router_logits)

@@ -71,7 +71,7 @@ def unbiased_kl_estimate(
     gradient over samples from π_old is E[w x ∇log π_θ] = ∇KL(π_θ‖π_ref). Tang and Munos 2025,
     arXiv:2506.09477
 
-    If π_old is π_θ, w is 1. Clipped estimates have this gradient, too.
+    If π_old is π_θ, w is 1. Clipped estimates have the same gradient.
     """
     value = kl_estimate(logprobs, ref_logprobs, estimator).detach()
     log_weight = (logprobs.detach() - old_logprobs).clamp(max=math.log(MAX_KL_WEIGHT))
@@ -99,7 +99,7 @@ class KLController:
         self.coef, self.target, self.horizon = coef, target, horizon
 
     def update(self, kl: float, n: int) -> None:
-        """Adapt β to the mean KL per action token (nats) of `n` samples if it is finite."""
+        """Adapt β to `n` samples' mean KL per action token (in nats) if the mean is finite."""
         if self.target is None or not math.isfinite(kl):
             return
         error = min(max(kl / self.target - 1, -0.2), 0.2)

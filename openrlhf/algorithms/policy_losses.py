@@ -37,7 +37,7 @@ class Clip:
     dual: float | None = None
 
 
-# A function of log π_θ (with gradient), log π_old, Â and the action mask, all (B, T), and the clip.
+# A function of log π_θ (with gradient), log π_old, Â, the action mask (all (B, T)) and the clip.
 PolicyLossFunction = Callable[[Tensor, Tensor, Tensor, Tensor, Clip], PolicyLoss]
 
 
@@ -133,8 +133,7 @@ def value_loss(
     return 0.5 * torch.maximum(error.square(), clipped_error.square())
 
 
-# A function of the action mask and the maximum response length that returns weights (B, T) and the
-# micro-batch's share of the denominator.
+# (action mask, maximum response length) -> (weights (B, T), micro-batch's share of the denominator)
 Aggregation = Callable[[Tensor, int], tuple[Tensor, float]]
 AGGREGATIONS: Registry[Aggregation] = Registry("loss aggregation")
 
@@ -160,7 +159,8 @@ def sequence_mean(mask: TokenMask, max_tokens: int) -> tuple[PerToken, float]:
 
 @AGGREGATIONS.register("constant")
 def constant_length(mask: TokenMask, max_tokens: int) -> tuple[PerToken, float]:
-    """Divide the sum over each sequence by a constant, so that the length has no influence.
+    """Divide the sum over each sequence by a constant that does not depend on the sequence's
+    length.
 
     Dr. GRPO, arXiv:2503.20783
     """

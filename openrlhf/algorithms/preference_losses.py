@@ -33,7 +33,7 @@ class Judged:
 
     @property
     def h(self) -> PerPair:
-        """h of each pair, in nats: the policy's preference for the chosen answer beyond the
+        """h of each pair, in nats: the policy's preference for the chosen answer minus the
         reference's.
         """
         log_ratios = self.policy - self.reference

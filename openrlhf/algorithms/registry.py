@@ -8,10 +8,11 @@ Decorated = TypeVar("Decorated")
 
 
 class Registry(dict[str, Choice]):
-    """Functions or classes of one kind, by name. A plug-in registers its own when it is imported.
+    """Functions or classes of one kind, by name. A plug-in registers its functions or classes when
+    it is imported.
 
-    Each name can be used once. `choices` is the table of a flag's names and their traits, to which
-    `register` adds new names. `traits` builds the traits from the properties passed to `register`.
+    Each name can be used once. `choices` maps a flag's valid names to their traits; `register` adds
+    new names to it. `traits` builds the traits from the properties passed to `register`.
     """
 
     def __init__(

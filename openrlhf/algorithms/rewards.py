@@ -66,8 +66,8 @@ def token_rewards(
     Ziegler et al. 2019, eq. 2, arXiv:1909.08593
 
     `kl` is None if the KL is not part of the reward; a negative β counts as 0. `turns` holds the
-    parts of the reward that earlier turns earned at their ends; the last action token gets the
-    remaining reward. A row without action tokens gets no reward. Zero outside `action_mask`.
+    rewards of earlier turns at the positions where the turns end; the last action token gets the
+    rest of the reward. A row without action tokens gets no reward. Zero outside `action_mask`.
     """
     if turns is None:
         earlier = torch.zeros_like(action_mask, dtype=torch.float32)

@@ -25,7 +25,9 @@ NEGLIGIBLE_LOGPROB = -1e4  # exp of this is 0 even in float64; avoids 0 · (−i
 
 
 def masked_sum(x: Float[Tensor, "*s"], mask: Bool[Tensor, "*s"]) -> Float[Tensor, ""]:
-    """Sum x over the mask. Values outside it, even NaN, affect neither the sum nor the gradient."""
+    """Sum x over the mask. Values outside the mask, even NaN, affect neither the sum nor the
+    gradient.
+    """
     return x.masked_fill(~mask, 0).sum()
 
 
@@ -74,7 +76,7 @@ def linear_logprobs(
     / temperature).
 
     Only one chunk of logits is held at a time; the backward pass recomputes it. The matrix product
-    uses its inputs' dtype, as in the inference engine; everything after it uses float32 (float64
+    uses its inputs' dtype, as in the inference engine; all later computations use float32 (float64
     for float64 inputs). Both results are differentiable. No gradient is computed for a weight that
     does not require one. `temperature` must be above 0.
     """
@@ -92,8 +94,9 @@ def linear_reduced(
     """Apply `reduce` to the logits hidden · weightᵀ + bias (k, V) of each chunk of rows.
 
     `reduce(logits, rows)` gets float32 logits (float64 for float64 inputs) and returns one result
-    per row. It must give the same results when it is called again: the backward pass recomputes
-    each chunk. Gradients flow to the inputs, but not through other tensors that `reduce` reads.
+    per row. `reduce` must return the same results when it is called again, because the backward
+    pass recomputes each chunk. Gradients flow to the inputs, but not through other tensors that
+    `reduce` reads.
     """
     untyped = cast(Any, _ReducedLogits)
     return untyped.apply(hidden, weight, bias, reduce)
@@ -106,8 +109,8 @@ def logit_logprobs(
     temperature: float = 1.0,
     entropy: bool = False,
 ) -> tuple[Float[Tensor, " N"], Float[Tensor, " N"] | None]:
-    """Return the results of `linear_logprobs` for given logits. Autograd keeps several copies of
-    the logits.
+    """Return the results of `linear_logprobs` for given logits. Unlike with `linear_logprobs`,
+    autograd keeps several copies of the logits.
     """
     log_p = _log_softmax(logits, temperature)
     logprobs = log_p.gather(1, targets[:, None])[:, 0]
@@ -185,7 +188,7 @@ class _LinearScores(torch.autograd.Function):
 
 
 class _ReducedLogits(torch.autograd.Function):
-    """A function of each chunk of logits, whose gradient autograd computes chunk by chunk."""
+    """A function applied to each chunk of logits; autograd computes its gradient chunk by chunk."""
 
     @staticmethod
     def forward(
@@ -195,7 +198,7 @@ class _ReducedLogits(torch.autograd.Function):
         bias: Tensor | None,
         reduce: Callable[[Tensor, slice], Tensor],
     ) -> Tensor:
-        # Without rows, the result still has the shape that `reduce` gives it.
+        # Even without rows, the result has the shape that `reduce` returns.
         chunks = list(row_chunks(len(states), len(weight))) or [slice(0, 0)]
         reduced: list[Tensor] = []
         for rows in chunks:
@@ -223,8 +226,8 @@ class _ReducedLogits(torch.autograd.Function):
 class _LinearGradients:
     """Gradients of a linear layer's inputs and weights, summed chunk by chunk.
 
-    The sums over rows are in float32 (float64 for float64 inputs). The gradient of a weight that is
-    not needed is None.
+    The sums over rows are in float32 (float64 for float64 inputs). A weight gradient that is not
+    needed is None.
     """
 
     def __init__(
@@ -241,7 +244,7 @@ class _LinearGradients:
         self._layer = states, weight
 
     def add(self, rows: slice, d_logits: Tensor) -> None:
-        """Add the part of these rows, from the gradient of their logits (k, V)."""
+        """Add the contribution of these rows, computed from the gradient of their logits (k, V)."""
         states, weight = self._layer
         if self.bias is not None:
             self.bias += d_logits.sum(0)

@@ -21,10 +21,10 @@ from openrlhf.reporting import notice, say
 def combine(config: CombinerConfig) -> None:
     """Merge the weights in float32 on the CPU, round once, and write the model and its tokenizer.
 
-    Then load the written model again and compare its logits with those of the unmerged model.
+    Then reload the written model and compare its logits with those of the unmerged model.
 
-    A reward model's adapter folder also contains the name of its head and the statistics of its
-    rewards, or a process reward model's tokens. Raises UserError for an adapter trained on a
+    The adapter folder of a reward model also contains the head's name and the reward statistics;
+    that of a process reward model contains its tokens. Raises UserError for an adapter trained on a
     different model.
     """
     folder = Path(config.lora_path)

@@ -88,7 +88,7 @@ def export_hf(
 def write_model(model: PreTrainedModel, state: dict[str, Tensor], folder: Path) -> None:
     """Write a complete model to `folder`.
 
-    If its configuration cannot be written, still write the weights before raising.
+    If the model's configuration cannot be written, still write the weights before raising.
     """
     try:
         # Transformers writes tied weights once.
@@ -163,7 +163,7 @@ def _delete(path: Path) -> None:
 def _declare_precision(file: Path, state: dict[str, Tensor]) -> None:
     """Write the exported weights' dtype to the configuration.
 
-    Transformers would write the dtype of the model in memory.
+    By default, Transformers writes the dtype of the model in memory.
     """
     config = json.loads(file.read_text())
     config["dtype"] = str(next(iter(state.values())).dtype).removeprefix("torch.")

@@ -45,7 +45,7 @@ TORCH_WRITE_ERRORS = ("PytorchStreamWriter", "file write failed", "unexpected po
 
 
 def note_of_end(ckpt: CheckpointConfig, *, saved: int, step: int) -> str:
-    """Return the last message of an interrupted run, or "" if nothing is lost.
+    """Return the final message of an interrupted run, or "" if nothing is lost.
 
     The run was interrupted after `step`, and its newest checkpoint is from step `saved`.
     """
@@ -59,7 +59,7 @@ def note_of_end(ckpt: CheckpointConfig, *, saved: int, step: int) -> str:
 
 
 class CheckpointManager:
-    """Writes, finds and removes the checkpoints under `root` (`--ckpt.path`), which it owns.
+    """The owner of the checkpoints under `root` (`--ckpt.path`): writes, finds and removes them.
 
     `parts` are the engines in a checkpoint (none with --ckpt.disable_ds). --ckpt.max_num limits the
     number of regular checkpoints, and --ckpt.max_mem limits the size of all checkpoints in GiB;
@@ -163,8 +163,8 @@ class CheckpointManager:
         """Commit a save whose files are all written, then remove older checkpoints over the limits.
 
         `metric_value` is the value of the run's best-model metric for these weights. A non-finite
-        value counts as None. Raises CheckpointError and discards the save if it fails; a failure to
-        remove older checkpoints only causes a warning.
+        value counts as None. If the save fails, discards it and raises CheckpointError; a failure
+        to remove older checkpoints only causes a warning.
         """
         assert staged.tag.endswith(_tag(state.step))
         if metric_value is not None and not math.isfinite(metric_value):
@@ -200,8 +200,7 @@ class CheckpointManager:
         except Exception as error:
             reason = str(error).partition("\n")[0]
             if not isinstance(error, OSError):
-                # For a full disk or a quota, torch raises a RuntimeError that does not name the
-                # cause.
+                # On a full disk or quota, torch raises a RuntimeError without the cause.
                 if shutil.disk_usage(self.root).free <= FULL:
                     reason = os.strerror(errno.ENOSPC)
                 elif not any(words in reason for words in TORCH_WRITE_ERRORS):
@@ -273,8 +272,7 @@ class CheckpointManager:
             own, max_num=self.max_num, max_bytes=self.max_bytes, damaged=self._damaged
         )
         for checkpoint in evicted:
-            # Without its manifest, a checkpoint counts as an uncommitted save, whose files
-            # `_settle` deletes.
+            # `_settle` deletes the files of a checkpoint without a manifest.
             manifest = checkpoint.tag + MANIFEST
             move(self.root / manifest, self._aside(checkpoint) / manifest)
         self._settle()
@@ -289,7 +287,7 @@ class CheckpointManager:
         """Undo uncommitted saves and removals, and delete their files.
 
         An uncommitted draft's files are moved out of place, and the draft is deleted before the
-        files, so that this method can itself be killed and repeated. Then restore the files of
+        files, so that this method can be repeated if it is killed. Then restore the files of
         committed checkpoints.
         """
         asides = sorted(self.root.glob(".tmp-*"))
@@ -402,7 +400,7 @@ def _move(places: Iterable[str], source: Path, target: Path) -> None:
 
 
 def _remove(directory: Path) -> None:
-    """Delete a directory. A later call retries files that cannot be deleted now."""
+    """Delete a directory. Files that cannot be deleted now are retried in a later call."""
     try:
         shutil.rmtree(directory)
     except OSError as error:

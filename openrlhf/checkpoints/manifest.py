@@ -39,7 +39,9 @@ class CheckpointError(UserError, RuntimeError):
 
 @dataclass(frozen=True, kw_only=True)
 class EngineLayout:
-    """The layout of an engine's state files. An engine with a different layout cannot read them."""
+    """The layout of an engine's state files. An engine with a different layout cannot read the
+    files.
+    """
 
     world_size: int
     zero_stage: int
@@ -68,9 +70,9 @@ class RunState:
     consumed: int = 0  # rows drawn so far, or prompts in RL
     kl_coef: float | None = None
     best_metric_key: str | None = None
-    # The run's best value so far. Every checkpoint has it, not just the best one.
+    # The run's best value so far, stored in every checkpoint, not just the best one.
     best_metric_value: float | None = None
-    best_step: int | None = None  # the step with the best value
+    best_step: int | None = None  # the step at which the best value was measured
     evaluations_since_best: int = 0
     evaluated_at: int = -1  # the step of the last evaluation
     # Total number of optimizer steps in the run, for the learning rate schedule; 0 if unknown.
@@ -88,7 +90,7 @@ class RunState:
 
     @property
     def first_start(self) -> FirstStart:
-        """The decisions from the run's first start that also apply to later starts."""
+        """The decisions made when the run was first started, which also apply when it resumes."""
         return FirstStart(moment=self.started or now(), trained_format=self.trained_format)
 
     def continued_folder(self, run_dir: str) -> str:
@@ -152,12 +154,13 @@ class Checkpoint(StagedCheckpoint):
 
     @property
     def size(self) -> int:
-        """The size of all its files, in bytes."""
+        """The total size of the checkpoint's files, in bytes."""
         return sum(size for size, _ in self.files.values())
 
     @property
     def parts(self) -> tuple[str, ...]:
-        """The engines in the checkpoint: `""` offline, `_actor` and `_critic` in RL.
+        """The names of the engines in the checkpoint: "" in offline runs, `_actor` and `_critic` in
+        RL runs.
 
         A checkpoint that contains only an export has no engines.
         """
@@ -168,7 +171,7 @@ class Checkpoint(StagedCheckpoint):
 
         Print a notice if the continuing run has a different number of optimizer steps, and
         therefore a different learning rate. `layout` names the flags that determine the engine
-        layout. With `converts`, a layout that can be converted is accepted.
+        layout. If `converts` is true, a convertible layout is accepted.
         """
         written = self.state.engines
         readable = written
@@ -251,8 +254,8 @@ class Checkpoint(StagedCheckpoint):
 def _convertible(engines: Mapping[str, EngineLayout]) -> dict[str, EngineLayout]:
     """Return the layouts without their convertible properties.
 
-    The number of processes can be converted, and so can ZeRO stages 1 and 2 into each other and,
-    unless the stage is 0, the tensor-parallel size.
+    The number of processes is convertible. ZeRO stages 1 and 2 can be converted into each other,
+    and the tensor-parallel size is convertible unless the ZeRO stage is 0.
     """
     layouts: dict[str, EngineLayout] = {}
     for part, layout in engines.items():

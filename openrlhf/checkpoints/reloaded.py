@@ -6,9 +6,9 @@ difference causes a notice.
 Each weight that Transformers loads from the folder is compared with the trained (or merged or
 averaged) weight by a hash of its bytes. The logits of a few tokens are compared too, because they
 also depend on the stored configuration: positions, adapter scales, tied weights. The trained model
-computes its logits where it is, whether or not it is sharded. The folder is loaded by one process
-into CPU memory, after the export's copy of the weights is freed, so that only one copy exists at a
-time.
+computes its logits on the devices that hold it, whether or not it is sharded. The folder is loaded
+by one process into CPU memory, after the export's copy of the weights is freed, so that only one
+copy exists at a time.
 """
 
 import math
@@ -47,9 +47,9 @@ class DifferentModelError(RuntimeError):
 class TrainedState:
     """The trained model that an export is compared with: weight digests by name, and logits.
 
-    `logits` is None if logits are not compared, because a 4-bit base differs from its files.
-    `precision` is the dtype in which the logits were computed. `averages` are the float32 averaged
-    (EMA) weights, if the export contains them.
+    `logits` is None if logits are not compared, as for a 4-bit base model, which differs from its
+    files. `precision` is the dtype in which the logits were computed. `averages` are the float32
+    averaged (EMA) weights, if the export contains them.
     """
 
     logits: Tensor | None
@@ -153,8 +153,8 @@ def _compare_weights(
 ) -> None:
     """Raise DifferentModelError unless the names and values of the weights match.
 
-    With `renamed`, only weights with equal names are compared if there are weights with unknown
-    names, because files may store some weights under different names or in parts, such as experts.
+    With `renamed`, only weights with matching names are compared if some names are unknown, because
+    files may store weights, such as experts, under different names or in parts.
     """
     missing = dict(trained)
     unknown: list[str] = []

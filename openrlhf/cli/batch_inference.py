@@ -11,7 +11,7 @@ from openrlhf.config.machine import quick_imports
 
 
 def main(argv: Sequence[str] | None = None) -> None:
-    """Read the flags in `argv`, or in the arguments of this process, and run the command."""
+    """Parse the flags in `argv` (default: this process's arguments) and run the command."""
     with single_process_command(
         BatchInferenceConfig, argv, command="batch_inference", on_ray=True
     ) as config:

@@ -36,7 +36,7 @@ HUB_VARIABLES = {
     "ALL_PROXY",
     "all_proxy",
 }
-OTHERS_WAIT_S = 10.0  # the launcher stops the others when one process fails
+OTHERS_WAIT_S = 10.0  # when one process fails, the launcher stops all of them
 SHARED = ("events",)  # kinds of outputs that several commands may write at the same time
 C = TypeVar("C", bound=Command)
 
@@ -44,7 +44,8 @@ C = TypeVar("C", bound=Command)
 def read_flags(
     root: type[C], argv: Sequence[str] | None, *, command: str, on_ray: bool = False
 ) -> C:
-    """Return the resolved configuration from the flags in `argv`, or from this process's arguments.
+    """Return the resolved configuration from the flags in `argv` (default: this process's
+    arguments).
 
     Exits with status 2 after a user error, or if an output cannot be written. With `on_ray`, the
     command runs its processes on Ray, so it uses the devices of a running Ray cluster, if any.
@@ -64,7 +65,7 @@ def read_flags(
 
 
 def parse_flags(root: type[C], argv: Sequence[str] | None, *, command: str) -> C:
-    """Return the configuration from the flags in `argv`, or from this process's arguments.
+    """Return the configuration from the flags in `argv` (default: this process's arguments).
 
     Prints the help if the flags ask for it. Exits with status 2 after a user error.
     """
@@ -83,14 +84,16 @@ def pipe_may_close() -> Iterator[None]:
 
 
 def words_of(argv: Sequence[str] | None) -> list[str]:
-    """Return a command's arguments. None stands for the arguments of this process."""
+    """Return a command's arguments. None means the arguments of this process."""
     if argv is None:
         return sys.argv[1:]
     return list(argv)
 
 
 def _use_devices_of_ray() -> None:
-    """Join a running Ray cluster, if any, and count its GPUs. Raises UserError if it has none."""
+    """Join a running Ray cluster, if any, and count its GPUs. Raises UserError if this machine has
+    GPUs but the cluster has none.
+    """
     with machine.quick_imports():
         from openrlhf.cluster.ray_cluster import join_ray
 
@@ -117,7 +120,7 @@ def fail(error: object) -> NoReturn:
     """Print an error without a traceback, and exit with status 2.
 
     The first process on a machine prints at once. The other processes wait, because most errors
-    occur in all processes and the launcher stops the others when the first exits.
+    occur in all processes, and the launcher stops all processes when the first one exits.
     """
     if os.environ.get("LOCAL_RANK", "0") != "0":
         time.sleep(OTHERS_WAIT_S)
@@ -195,7 +198,7 @@ def offline_command(root: type[C], argv: Sequence[str] | None, *, command: str) 
 
 
 def check_folders(config: Command) -> None:
-    """Exit with status 2 if any output is not writable, even one that is written only weeks later.
+    """Exit with status 2 if any output is not writable, even an output that is written weeks later.
 
     Print a notice if the command will replace a model, or will write into a Ray job's copy of the
     working directory, which Ray may delete.
@@ -234,7 +237,9 @@ def check_folders(config: Command) -> None:
 
 
 def skip_unreachable_hub(config: Command) -> None:
-    """Fail downloads at once if the Hub is unreachable. The client would retry for a minute."""
+    """Fail downloads at once if the Hub is unreachable. By default, the Hub client retries for a
+    minute.
+    """
     if not HUB_VARIABLES.isdisjoint(os.environ):
         return
     models = [value for flag, value in flags_in(config) if flag.holds == "model" and value]
@@ -251,8 +256,8 @@ def writing_alone(config: Command) -> Iterator[None]:
     """Hold locks on all folders and files that the command writes until the block exits.
 
     Raises InUseError if another process holds one of the locks. The folder of a resumed run is not
-    known yet, so `RunFolder` locks it. Under a launcher, rank 0 holds the locks. A dry run only
-    checks that no other process holds them.
+    known yet and is locked later, by `RunFolder`. Under a launcher, rank 0 holds the locks. A dry
+    run only checks that no other process holds the locks.
     """
     is_dry_run = "dry_run" in flags_of(type(config)) and value_at(config, "dry_run")
     not_locked: set[str] = set(SHARED)

@@ -8,7 +8,7 @@ from openrlhf.doctor.examination import examine
 
 
 def main(argv: Sequence[str] | None = None) -> None:
-    """Read the flags in `argv`, or in the arguments of this process, and run the command."""
+    """Parse the flags in `argv` (default: this process's arguments) and run the command."""
     config = parse_flags(DoctorConfig, argv, command="doctor")
     examine(config)
 

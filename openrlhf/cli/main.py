@@ -101,11 +101,13 @@ def list_verbs() -> None:
 
 
 def run_plugin_task(name: str, argv: Sequence[str]) -> None:
-    """Train an offline task registered by a plugin. Exit with status 2 if no plugin defines it."""
+    """Train an offline task registered by a plugin. Exit with status 2 if no plugin defines the
+    task.
+    """
     prepare_process()  # plugins may import torch
     with plain_ends():
         load_plugins_named_in(argv)
-    # This module is not imported here: if no plugin has imported it, there are no tasks.
+    # If no plugin has imported the module that registers tasks, there are no tasks.
     tasks: Any = getattr(sys.modules.get("openrlhf.trainers.tasks"), "OFFLINE_TASKS", {})
     if name not in tasks:
         _refuse_verb(name, known=list(dict.fromkeys([*VERBS, *tasks])))

@@ -11,7 +11,7 @@ from openrlhf.config.pipeline import PipelineConfig
 
 
 def main(argv: Sequence[str] | None = None) -> None:
-    """Read the flags in `argv`, or in the arguments of this process, and run the pipeline."""
+    """Parse the flags in `argv` (default: this process's arguments) and run the pipeline."""
     words = words_of(argv)
     if words and not words[0].startswith("-"):
         words.insert(0, "--file")

@@ -1,6 +1,7 @@
 """Plans a training command's memory and speed: `openrlhf plan COMMAND --cluster CLUSTER [flags]`.
 
-Of the model, it reads only config.json and, if necessary, the headers of the weight files.
+The only model files that the command reads are config.json and, if necessary, the headers of the
+weight files.
 """
 
 from collections.abc import Sequence
@@ -13,7 +14,7 @@ HELP = ("-h", "--help", "--help_json")
 
 
 def main(argv: Sequence[str] | None = None) -> None:
-    """Read the flags in `argv`, or in the arguments of this process, and print the plan."""
+    """Parse the flags in `argv` (default: this process's arguments) and print the plan."""
     own, planned = split(words_of(argv))
     with single_process_command(PlanConfig, own, command="plan") as config:
         from openrlhf.launch.plan_command import print_plan
@@ -22,7 +23,7 @@ def main(argv: Sequence[str] | None = None) -> None:
 
 
 def split(words: Sequence[str]) -> tuple[list[str], list[str]]:
-    """Separate this command's own words from the words of the planned command."""
+    """Separate this command's own arguments from the arguments of the planned command."""
     flags = {flag.name: flag for flag in flags_of(PlanConfig).values()}
     own: list[str] = []
     planned: list[str] = []

@@ -11,7 +11,7 @@ from openrlhf.config.reward_test import RewardTestConfig
 
 
 def main(argv: Sequence[str] | None = None) -> None:
-    """Read the flags in `argv`, or in the arguments of this process, and run the command."""
+    """Parse the flags in `argv` (default: this process's arguments) and run the command."""
     with single_process_command(RewardTestConfig, argv, command="reward_test") as config:
         with quick_imports():
             from openrlhf.evaluation.reward_test import try_reward

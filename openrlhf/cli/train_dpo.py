@@ -11,7 +11,7 @@ from openrlhf.config.supervised import DPOConfig
 
 
 def main(argv: Sequence[str] | None = None) -> None:
-    """Read the flags in `argv`, or in the arguments of this process, and train."""
+    """Parse the flags in `argv` (default: this process's arguments) and train."""
     with offline_command(DPOConfig, argv, command="train_dpo") as config:
         with quick_imports():
             from openrlhf.launch.offline import run_offline

@@ -11,7 +11,7 @@ from openrlhf.config.ppo import PPOConfig
 
 
 def main(argv: Sequence[str] | None = None) -> None:
-    """Read the flags in `argv`, or in the arguments of this process, and run the command."""
+    """Parse the flags in `argv` (default: this process's arguments) and run the command."""
     with single_process_command(PPOConfig, argv, command="train_ppo_ray", on_ray=True) as config:
         with quick_imports():
             from openrlhf.launch.start import run_ppo

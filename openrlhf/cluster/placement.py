@@ -17,8 +17,7 @@ from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 from openrlhf.config.flags import UserError
 from openrlhf.config.rollout import VLLMConfig
 
-# Processes on a CPU spend most of their time waiting for each other, so ten of them can share a
-# core.
+# CPU processes spend most of their time waiting for each other, so ten of them can share a core.
 CPU_PER_SLOT = 0.1
 NODE_ID = "ray.io/node-id"  # a label that Ray gives every node
 ROUNDING = 1e-6  # tolerance for resource amounts, which are floating-point numbers
@@ -71,8 +70,8 @@ class HostGroup:
 
     name: str
     roles: tuple[str, ...]
-    # Number of machines, with `per_node` processes on each. If None, there are `per_node` processes
-    # in total, on any machines.
+    # Number of machines, with `per_node` processes on each.
+    # None means `per_node` processes in total, on any machines.
     nodes: int | None = None
     per_node: int
     devices: int = 1

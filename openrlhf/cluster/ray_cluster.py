@@ -35,8 +35,7 @@ from openrlhf.cluster.ray_watch import LostRay, RayProcess, RayWatch
 from openrlhf.config import machine
 from openrlhf.config.flags import UserError
 
-# Limit for a Ray cluster that this package starts on a machine without GPUs, where batches are
-# small.
+# Object store of a Ray cluster that this package starts without GPUs, where batches are small.
 OBJECT_STORE_BYTES = 512 << 20
 # Name prefixes of the resources that every node has. Any other resource identifies a kind of node.
 COMMON_RESOURCES = ("CPU", "GPU", "memory", "object_store_memory", "node:")
@@ -50,21 +49,20 @@ OWN_RAY: dict[str, Any] = {
     # Metrics, which are not used here, cost a quarter of an idle Ray cluster's CPU time.
     "enable_metrics_collection": False,
     "event_stats": False,
-    # With Ray's default nice value of 15, a run would get only the CPU time that other processes
-    # leave unused.
+    # Ray's default nice value of 15 would leave a run only the CPU time that nothing else uses.
     "worker_niceness": 0,
     # Task events, which are not used here, grow by several MiB per hundred steps.
     "task_events_report_interval_ms": 0,
 }
 QUIET: dict[str, Any] = {"log_to_driver": False, "logging_level": logging.ERROR}
-# A control store with external storage may be restarted. Ray ends its drivers 60 s after the store
-# has died.
+# A control store with external storage may be restarted.
+# Ray ends its drivers 60 s after the store has died.
 JOINED_PATIENCE_S = 40.0
 RAYLET_TIMEOUT_S = 5.0
 HEAD_TIMEOUT_S = 10.0
 PRINT_OF_RAY: Callable[[Any, bool], None] = worker.print_to_stdstream
-# An environment variable that marks all processes of a Ray cluster that this package starts. Its
-# value is different for each cluster.
+# An environment variable that marks all processes of a Ray cluster that this package starts.
+# Each cluster has a different value.
 STARTED_BY = "OPENRLHF_RAY_STARTED_BY"
 
 
@@ -141,8 +139,7 @@ def join_ray() -> int | None:
         if not address:
             return None
         try:
-            # Do not use address="auto", which would also join a cluster that another run has
-            # started.
+            # Do not use address="auto", which would also join another run's cluster.
             with termination.in_order():
                 _init_ray(**QUIET)
         except (OSError, ValueError, AuthenticationError) as error:
@@ -156,8 +153,8 @@ def join_ray() -> int | None:
 def machines(on_gpus: bool, *, free: bool = False) -> list[Machine]:
     """Return the joined cluster's nodes with all slots and resources, or only the `free` ones.
 
-    With `free`, nodes that do not answer now are skipped: Ray takes half a minute to notice that a
-    node is gone.
+    With `free`, nodes that do not answer are skipped, because Ray takes half a minute to notice
+    that a node is gone.
     """
     free_resources: Mapping[str, dict[str, float]] = {}
     if free:
@@ -244,7 +241,7 @@ def _start_ray(plan: Placement) -> str:
             _system_config=settings,
             **QUIET,
         )
-    except Exception as error:  # Ray raises no more specific class
+    except Exception as error:  # Ray does not raise a more specific class
         raise PlacementError(
             f"Ray did not start on this machine: {error} If the machine is busy, try again."
         ) from error
@@ -266,8 +263,7 @@ def _init_ray(*args: Any, **options: Any) -> Any:
             result.set_result(ray.init(*args, **options))
         except BaseException as error:
             result.set_exception(error)
-        # Keep this thread alive, because Linux would kill the Ray processes that it started if it
-        # ended.
+        # Keep this thread alive: Linux would kill the Ray processes that it started.
         threading.Event().wait()
 
     threading.Thread(target=init, name="ray-init", daemon=True).start()
@@ -280,8 +276,7 @@ def _init_ray(*args: Any, **options: Any) -> Any:
             termination.end_at_once()
         raise
     if threading.current_thread() is threading.main_thread():
-        # Restore the handlers, because Ray has installed a C handler that first dumps a stack
-        # trace.
+        # Restore the handlers: Ray has installed a C handler that dumps a stack trace.
         for number in termination.ENDINGS:
             signal.signal(number, signal.getsignal(number))
     return context
@@ -304,7 +299,9 @@ def _spawn(*args: Any, **options: Any) -> "subprocess.Popen[Any]":
 
 
 def kill_started_ray() -> bool:
-    """Kill all Ray processes that this process has started. Return False if it has started none."""
+    """Kill all Ray processes that this process has started. Return False if it has started no Ray
+    processes.
+    """
     if not _Started.mark:
         return False
     mark = f"{STARTED_BY}={_Started.mark}".encode()

@@ -68,7 +68,7 @@ class RayWatch:
             thread.start()
 
     def close(self) -> None:
-        """Stop watching. Never returns after a loss: `on_loss` ends the process."""
+        """Stop watching. Never returns after a loss, because `on_loss` ends the process."""
         with self._changing:
             self._closed.set()
             lost = self._lost

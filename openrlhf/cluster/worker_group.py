@@ -24,8 +24,8 @@ from openrlhf.config.plugins import load_plugins
 from openrlhf.training.devices import free_port, redirect_output, worker_environment
 from openrlhf.training.layout import RankLayout
 
-# Errors of calls to a process that has died. OutOfMemoryError means that Ray killed the process
-# because the machine ran out of memory.
+# Errors raised by calls to a process that has died.
+# OutOfMemoryError means that Ray killed the process because the machine ran out of memory.
 DEATHS = (RayActorError, OutOfMemoryError)
 DEATH_REPORT_TIMEOUT_S = 5.0  # time that Ray may take to report a process's death
 Span = tuple[float, float]  # start and end of a role's work, in seconds since the epoch
@@ -104,8 +104,8 @@ class WorkerHost:
 class HostHandles:
     """The processes of one host group.
 
-    The processes import libraries as soon as they are created. `connect` joins them into a process
-    group.
+    The processes import libraries as soon as they are created. `connect` joins the processes into a
+    process group.
     """
 
     def __init__(
@@ -242,9 +242,9 @@ def gather(
     """Wait until all processes have answered, and return the results of the calls in order.
 
     A call to several ranks returns the first rank's result. The first failure ends the wait,
-    because other ranks may hang in a collective after it. `doing` completes the message "… did not
-    <doing> within …"; `flag` names the flag that sets the timeout. Raises WorkerError if a process
-    dies or the timeout expires; an exception raised by a worker is raised unchanged.
+    because the remaining ranks may then hang in a collective. `doing` completes the message "… did
+    not <doing> within …"; `flag` names the flag that sets the timeout. Raises WorkerError if a
+    process dies or the timeout expires; an exception raised by a worker is raised unchanged.
     """
     deadline = time.monotonic() + timeout_s
     log_of: dict[Any, str] = {}
@@ -265,8 +265,8 @@ def gather(
             ray.get(done)
         return list(map(_result, calls))
     except RayTaskError as error:
-        # This is the worker's own exception. A UserError explains what to change. Any other error
-        # may come from the peer of a process that has died.
+        # This is the worker's own exception. A UserError explains what to change.
+        # Any other error may come from the peer of a process that has died.
         death = None
         if not isinstance(error.cause, UserError):
             death = _find_death(waiting, log_of, doing)

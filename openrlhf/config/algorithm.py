@@ -53,7 +53,7 @@ class AdvantageConfig(Section):
     )
 
     def unused(self) -> Iterator[Unused]:
-        """Yield the flags that have no effect with these values."""
+        """Yield the flags that have no effect with the current settings."""
         if self.traits.per_episode:
             yield Unused(["gamma"], f"with --estimator {self.estimator}")
         if not self.traits.needs_critic:
@@ -108,7 +108,7 @@ class KLConfig(Section):
         return self.init_coef > 0 and not self.use_loss
 
     def unused(self) -> Iterator[Unused]:
-        """Yield the flags that have no effect with these values."""
+        """Yield the flags that have no effect with the current settings."""
         if not self.init_coef:
             yield Unused(["estimator", "use_loss", "unbiased_gradient"], "without --init_coef")
         if not self.use_loss:
@@ -140,7 +140,7 @@ class DistillConfig(Section):
     coef: float = option(1.0, "Weight of the distillation term.", ge=0)
 
     def unused(self) -> Iterator[Unused]:
-        """Yield the flags that have no effect with these values."""
+        """Yield the flags that have no effect with the current settings."""
         if not self.teacher:
             yield Unused(["coef"], "without --teacher")
 
@@ -156,7 +156,7 @@ class PtxConfig(Section):
     coef: float = option(0.05, "Weight of the loss on this text.", ge=0)
 
     def unused(self) -> Iterator[Unused]:
-        """Yield the flags that have no effect with these values."""
+        """Yield the flags that have no effect with the current settings."""
         if not self.dataset:
             yield Unused(["probs", "split", "coef"], "without --dataset")
 
@@ -177,6 +177,6 @@ class AlgoConfig(Section):
     )
 
     def unused(self) -> Iterator[Unused]:
-        """Yield the flags that have no effect with these values."""
+        """Yield the flags that have no effect with the current settings."""
         if not self.dynamic_filtering_enable:
             yield Unused(["dynamic_filtering_range"], "without --dynamic_filtering_enable")

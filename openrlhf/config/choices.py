@@ -1,7 +1,7 @@
 """Names and traits of estimators, losses and corrections. This module does not import torch.
 
-The algorithms register their functions under these names. A name that a plug-in registers is added
-to its table and becomes a valid choice for the table's flag.
+The algorithms register their functions under these names. Names registered by plug-ins are added to
+these tables and become valid choices for the corresponding flags.
 """
 
 from dataclasses import dataclass
@@ -11,17 +11,17 @@ from dataclasses import dataclass
 class EstimatorTraits:
     """Requirements that an advantage estimator places on a run."""
 
-    # True if the estimator compares the samples of a prompt: it then needs at least two, and uses
-    # one reward per episode and no discount.
+    # True if the estimator compares the samples of a prompt and therefore needs at least two.
+    # The estimator then uses one reward per episode and no discount.
     per_group: bool = False
-    # True if it compares all samples in the batch; needs one reward per episode and no discount
+    # True if the estimator compares all samples in the batch (one reward per episode, no discount).
     per_batch: bool = False
-    needs_critic: bool = False  # True if it reads the values V(s)
-    whiten: bool = False  # True if it whitens the advantages over the batch's action tokens
+    needs_critic: bool = False  # True if the estimator reads V(s)
+    whiten: bool = False  # True if advantages are whitened over the batch's action tokens
 
     @property
     def per_episode(self) -> bool:
-        """True if it uses one reward per episode and no discount."""
+        """True if the estimator uses one reward per episode and no discount."""
         return self.per_group or self.per_batch
 
 
@@ -30,7 +30,7 @@ class LossTraits:
     """Default settings of a policy loss, from its paper. Flags override them."""
 
     aggregation: str = "token"  # default of --algo.loss.aggregation
-    clip: tuple[float, float] | None = None  # default clip range; None: --actor.eps_clip
+    clip: tuple[float, float] | None = None  # default clip range; None means --actor.eps_clip
     # True if a correction changes the ratio to π_θ / π_rollout instead of weighting each token.
     rollout_ratio: bool = False
 
@@ -80,13 +80,12 @@ KL_ESTIMATORS = {
     "k2": KLTraits(terms=("loss",)),
     "k3": KLTraits(terms=("loss",)),
 }
-# Row layouts: detected from the columns (auto), set with the column flags (columns), or a known
-# format.
+# Row layouts: detected (auto), set with the column flags (columns), or a known format.
 LAYOUTS = ("auto", "columns", "alpaca", "arena", "chat", "orca", "webgpt")
-# Presets of `--algo.advantage.is_correction_type`, which selected the correction in earlier
-# releases. Each preset has a level and a mode, which may have their old or their current names.
-# TIS: Yao et al. 2025, fengyao.notion.site/off-policy-rl. IcePop: Ling team 2025,
-# ringtech.notion.site/icepop.
+# Presets of `--algo.advantage.is_correction_type`, which set the correction in earlier releases.
+# Each preset has a level and a mode, which may have their old or their current names.
+# TIS: Yao et al. 2025, fengyao.notion.site/off-policy-rl
+# IcePop: Ling team 2025, ringtech.notion.site/icepop
 CORRECTIONS = {
     "tis": ("token", "clip"),
     "icepop": ("token", "mask"),

@@ -57,15 +57,15 @@ class Command(Section):
         return [*value_violations(self), *refused.values(), *broken]
 
     def derived_values(self) -> dict[str, Any]:
-        """Return the values that are derived from this command's flags, by path."""
+        """Return the values derived from this command's flags, keyed by flag path."""
         return {}
 
     def unless_given(self, values: dict[str, Any]) -> dict[str, Any]:
-        """Return, by path, only the values whose flags the user did not set."""
+        """Return only the values whose flags the user did not set."""
         return {path: value for path, value in values.items() if path not in self.given}
 
     def common_values(self, command: str) -> dict[str, Any]:
-        """Return derived values that several commands share, by path, after `derived_values`."""
+        """Return further derived values, which several commands share, after `derived_values`."""
         return {}
 
     def notices(self) -> Iterator[str]:
@@ -84,11 +84,13 @@ class Command(Section):
         yield from places.overwriting(self)
 
     def idle_places(self) -> set[str]:
-        """Return the output flags whose folders or files are not written with these values."""
+        """Return the output flags whose files or folders are not written with these settings."""
         return set()
 
     def further_places(self) -> list[tuple[str, str, str]]:
-        """Return the outputs that have no flag, as (name, path, kind). `places` lists the kinds."""
+        """Return the outputs that have no flag, as (name, path, kind). `places` lists the kinds of
+        output.
+        """
         return []
 
 
@@ -190,7 +192,7 @@ class Root(RecordedCommand):
         return {"ckpt.path"}
 
     def unused(self) -> Iterator[Unused]:
-        """Yield the flags that have no effect with these values."""
+        """Yield the flags that have no effect with the current settings."""
         yield from super().unused()
         if not (self.ckpt.saves or self.keeps_best):
             saving = ["ckpt.save_hf", "ckpt.disable_ds", "ckpt.max_num", "ckpt.max_mem"]

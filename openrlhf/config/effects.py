@@ -20,7 +20,7 @@ def unused_flags(config: Section) -> dict[str, str]:
     for prefix, section in _sections(config, ""):
         for unused in section.unused():
             names, kept = _dotted(prefix, unused.names), _dotted(prefix, unused.but)
-            why = unused.why.replace("--", f"--{prefix}")  # flags in `why` are also relative
+            why = unused.why.replace("--", f"--{prefix}")  # flag names in `why` are relative, too
             for path in flags:
                 if f"{path}.".startswith(names) and not f"{path}.".startswith(kept):
                     reasons.setdefault(path, why)
@@ -38,7 +38,7 @@ def _sections(node: Section, prefix: str) -> Iterator[tuple[str, Section]]:
 
 
 def _dotted(prefix: str, names: Sequence[str]) -> tuple[str, ...]:
-    """Return the prefixes of all paths at or below these names, which are relative."""
+    """Convert relative names to prefixes that match all paths at or below them."""
     return tuple(f"{prefix}{name}." for name in names)
 
 

@@ -11,8 +11,7 @@ from openrlhf.config import machine
 from openrlhf.config.flags import flags_of
 from openrlhf.config.rollout import RolloutConfig, VLLMConfig
 
-# For each refused argument, what to do instead of setting it or why it may not be set. Names may be
-# patterns.
+# Refused arguments (names or patterns), by what to do instead or the reason why they are refused.
 REFUSED: dict[str, tuple[str, ...]] = {
     "use --actor.model_name_or_path or --model.model_name_or_path, with a folder for a revision": (
         "model",
@@ -113,8 +112,8 @@ def engine_args_violations(vllm: VLLMConfig, rollout: RolloutConfig, longest: in
     """Yield violations of the rules for `--vllm.engine_args` and `--vllm.quantization`.
 
     Arguments that have their own flag are refused, as are arguments that log-probabilities, seeds
-    or weight publication depend on. `longest` is the maximum number of tokens in a prompt and its
-    response together.
+    or weight publication depend on. `longest` is the maximum combined number of tokens in a prompt
+    and its response.
     """
     extra = vllm.engine_args
     roundings = ROUNDED

@@ -99,7 +99,7 @@ class EvaluationConfig(EngineCommand, RecordedCommand):
         return self.task != "rm_accuracy"
 
     def derived_values(self) -> dict[str, Any]:
-        """Return the values derived from the flags, by path."""
+        """Return the values derived from the flags, keyed by flag path."""
         shared = self.eval.n_samples_per_prompt > 1 or self.train.agent_func_path is not None
         own = self.unless_given({"data.max_len": rules.room(self)})
         return own | rules.machine_values(self) | self.engine_values(shared=shared)
@@ -158,7 +158,7 @@ class EvaluationConfig(EngineCommand, RecordedCommand):
             yield "<judge.url> may serve several models: choose one with --judge.model."
 
     def unused(self) -> Iterator[Unused]:
-        """Yield the flags that have no effect with these values."""
+        """Yield the flags that have no effect with the current settings."""
         training = [
             "eval.steps",
             "eval.patience",

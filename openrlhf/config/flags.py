@@ -33,8 +33,7 @@ BOUNDS: dict[str, tuple[str, Callable[[float, float], bool]]] = {
     "le": ("at most", operator.le),
     "lt": ("below", operator.lt),
 }
-# Maps each annotation to the shape of the flag, and the type of its value or of each value in a
-# pair or list.
+# Maps each annotation to the flag's shape and to the type of its value or list entries.
 TYPES: dict[str, tuple[Shape, type]] = {
     "bool": ("switch", bool),
     "int": ("one", int),
@@ -84,7 +83,7 @@ class Flag:
     help: str
     choices: Collection[str] | None = None  # plug-ins may add choices to the tables in `choices`
     metavar: str | None = None
-    # The first number of a pair if only the second one is given; None: both are required.
+    # The first number of a pair if only the second one is given; None if both are required.
     single: float | None = None
     ge: float | None = None  # bounds apply to each number in a pair
     gt: float | None = None
@@ -153,7 +152,7 @@ class Unused:
 
     names: Sequence[str]
     why: str
-    but: Sequence[str] = ()  # flags in these sections that nevertheless have an effect
+    but: Sequence[str] = ()  # sections whose flags nevertheless have an effect
 
 
 @dataclass_transform(frozen_default=True, kw_only_default=True)
@@ -169,7 +168,7 @@ class Section:
         dataclass(frozen=True, kw_only=True)(cls)
 
     def unused(self) -> Iterator[Unused]:
-        """Yield the flags that have no effect with these values."""
+        """Yield the flags that have no effect with the current settings."""
         yield from ()
 
 
@@ -190,7 +189,7 @@ def required(help: str, **info: Any) -> Any:
 
 @cache
 def flags_of(root: type[Any]) -> Mapping[str, Flag]:
-    """Return all flags of a configuration class by path, in declaration order."""
+    """Return all flags of a configuration class, keyed by path, in declaration order."""
     return {flag.path: flag for flag in _walk(root(), "")}
 
 
@@ -219,7 +218,9 @@ def flags_in(config: Any) -> list[tuple[Flag, Any]]:
 
 
 def value_at(config: Any, path: str) -> Any:
-    """Return the value or section at a dotted path. Raises AttributeError if there is none."""
+    """Return the value or section at a dotted path. Raises AttributeError if the path does not
+    exist.
+    """
     return operator.attrgetter(path)(config)
 
 

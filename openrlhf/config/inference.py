@@ -86,7 +86,7 @@ class EngineCommand(ModelCommand):
     train: shared.ProcessConfig = shared.ProcessConfig()
 
     def engine_values(self, *, shared: bool) -> dict[str, Any]:
-        """Return derived engine settings, by path. `shared` is true if samples share prefixes."""
+        """Return derived engine settings. `shared` is true if samples share prefixes."""
         engines = engine_values(self.vllm, self.rollout, self.ds.param_dtype, shared=shared)
         return engines | {"vllm.enable_sleep": False}
 
@@ -128,13 +128,15 @@ class CsftConfig(Section):
 
     @property
     def suffix(self) -> str:
-        """Text to append to a prompt. The default --reward_template adds it to training data."""
+        """Text to append to a prompt. The default --reward_template adds the same text to training
+        data.
+        """
         if not self.enable:
             return ""
         return f" {self.prompt.strip()} "
 
     def unused(self) -> Iterator[Unused]:
-        """Yield the flags that have no effect with these values."""
+        """Yield the flags that have no effect with the current settings."""
         if not self.enable:
             yield Unused(["prompt"], "without --enable")
 
@@ -197,7 +199,7 @@ class BatchInferenceConfig(EngineCommand, RecordedCommand):
         return self.task != "rm"
 
     def derived_values(self) -> dict[str, Any]:
-        """Return the values derived from the flags, by path.
+        """Return the values derived from the flags, keyed by flag path.
 
         By default, all GPUs are used, --model.model_name_or_path is also the reward model, and an
         answer may take half of the context.
@@ -238,7 +240,7 @@ class BatchInferenceConfig(EngineCommand, RecordedCommand):
             yield "<task> needs a reward model: set --reward.model_name_or_path."
 
     def unused(self) -> Iterator[Unused]:
-        """Yield the flags that have no effect with these values."""
+        """Yield the flags that have no effect with the current settings."""
         yield from self._unused_ever()
         if self.samples_answers:
             scoring = ["reward", "post_processor", "data.output_key", "data.space_before_eos"]
@@ -296,7 +298,7 @@ class ChatConfig(ModelCommand):
     )
 
     def derived_values(self) -> dict[str, Any]:
-        """Return the values derived from the flags, by path.
+        """Return the values derived from the flags, keyed by flag path.
 
         By default, a conversation may fill the model's context, and an answer may fill half of a
         short context.
@@ -316,6 +318,6 @@ class ChatConfig(ModelCommand):
         yield from sampling_rules.room_violations(self.rollout, self.data.max_len)
 
     def unused(self) -> Iterator[Unused]:
-        """Yield the flags that have no effect with these values."""
+        """Yield the flags that have no effect with the current settings."""
         yield Unused(["ds.packing_samples"], "with this command")
         yield from super().unused()

@@ -23,7 +23,7 @@ from openrlhf.config.rollout import (
     unused_without,
 )
 
-# The requirements of flags, as phrased in notices.
+# Phrases for notices about what a flag requires.
 CRITIC = "a critic (--algo.advantage.estimator gae)"
 FROZEN = (
     "a reference (--algo.kl.init_coef above 0, no --ds.lora.rank) or --algo.distill.teacher PATH"
@@ -111,7 +111,7 @@ class RLTrainConfig(shared.ProcessConfig, shared.TrainConfig):
 
     @property
     def colocated(self) -> list[tuple[str, ...]]:
-        """Groups of roles that share devices. A run may lack some of these roles."""
+        """Groups of roles that share devices. A run need not have all of these roles."""
         if self.colocate_all:
             return [("actor", "ref", "teacher", "critic", "reward")]
         groups: list[tuple[str, ...]] = []
@@ -122,7 +122,7 @@ class RLTrainConfig(shared.ProcessConfig, shared.TrainConfig):
         return groups
 
     def unused(self) -> Iterator[Unused]:
-        """Yield the flags that have no effect with these values."""
+        """Yield the flags that have no effect with the current settings."""
         yield from super().unused()
         if not self.dynamic_batch_enable:
             yield Unused(["max_tokens_per_gpu"], "without --dynamic_batch_enable")
@@ -146,7 +146,7 @@ class RLLoraConfig(shared.LoraConfig):
         return self.rank if self.publish == "adapter" else 0
 
     def unused(self) -> Iterator[Unused]:
-        """Yield the flags that have no effect with these values."""
+        """Yield the flags that have no effect with the current settings."""
         yield from super().unused()
         if not self.rank:
             yield Unused(["publish"], "without --rank")
@@ -167,7 +167,7 @@ class RLDeepSpeedConfig(shared.LMDeepSpeedConfig):
         return self.enable_sleep and not self.adam_offload
 
     def unused(self) -> Iterator[Unused]:
-        """Yield the flags that have no effect with these values."""
+        """Yield the flags that have no effect with the current settings."""
         yield from super().unused()
         if self.adam_offload:
             yield Unused(["enable_sleep"], "with --adam_offload")
@@ -190,7 +190,7 @@ class RLEvalConfig(shared.EvalConfig):
     at_start: bool = option(False, "Also evaluate before the first step.")
 
     def unused(self) -> Iterator[Unused]:
-        """Yield the flags that have no effect with these values."""
+        """Yield the flags that have no effect with the current settings."""
         yield from super().unused()
         if not self.dataset:
             yield Unused(["temperature", "n_samples_per_prompt", "at_start"], "without --dataset")
@@ -264,8 +264,8 @@ class RLFlags(Root):
 
     @property
     def has_reference(self) -> bool:
-        """True if a separate reference is loaded. With adapters, the reference is the policy
-        without them.
+        """True if a separate reference model is loaded. With adapters, the reference is the policy
+        without its adapters.
         """
         return self.algo.kl.init_coef > 0 and not self.ds.lora.rank
 
@@ -301,17 +301,17 @@ class RLFlags(Root):
 
     @property
     def remote_teacher(self) -> str | None:
-        """The teacher's name if it is one of the remote engines."""
+        """The teacher's name if the teacher is one of the remote engines."""
         teacher = self.algo.distill.teacher
         return teacher if teacher in dict(self.rollout.named_engines) else None
 
     @property
     def local_teacher(self) -> str | None:
-        """The teacher's folder or Hub name if this run loads it."""
+        """The teacher's folder or Hub name if this run loads the teacher."""
         return None if self.remote_teacher else self.algo.distill.teacher
 
     def unused(self) -> Iterator[Unused]:
-        """Yield the flags that have no effect with these values."""
+        """Yield the flags that have no effect with the current settings."""
         if self.rollout.only:
             yield from self._unused_without_training()
         if self.rollout.replay_dir:

@@ -62,7 +62,7 @@ def aliases(
 
 
 def _paths_by_last_parts(flags: Iterable[str]) -> dict[str, list[str]]:
-    """Map names such as lora_rank to paths such as ds.lora.rank. A final _enable is dropped."""
+    """Map names such as lora_rank to paths such as ds.lora.rank. A trailing _enable is dropped."""
     found: dict[str, list[str]] = {}
     for path in flags:
         parts = path.removesuffix("_enable").split(".")
@@ -153,7 +153,7 @@ def takes_no_value(name: str, words: Sequence[str], path: str = "") -> str:
 def _translate_lengths(lengths: Mapping[str, str], new_tokens: str, result: Translation) -> None:
     """Replace the old prompt and response lengths with current flags.
 
-    `new_tokens` is the value of --rollout.max_new_tokens, or empty.
+    `new_tokens` is the value of --rollout.max_new_tokens, or an empty string.
     """
     for name, text in lengths.items():
         if not text.isdigit():

@@ -1,7 +1,6 @@
 """Flag names and values of earlier releases, and their replacements."""
 
-# Old names that equal the last parts of a flag, without _enable. For example, lora_rank is now
-# --ds.lora.rank.
+# Old names that equal the last parts of a flag, without _enable: lora_rank is now --ds.lora.rank.
 PARTS = (
     "save_steps", "ckpt_path", "best_metric_key", "logging_steps", "wandb_org", "wandb_group",
     "wandb_project", "wandb_run_name", "eval_steps", "eval_dataset", "eval_split",
@@ -18,7 +17,7 @@ PARTS = (
     "gradient_checkpointing", "adam_betas",
 )  # fmt: skip
 
-# The same, for names that existed only in RL commands.
+# Old names of RL commands that equal the last parts of a flag, without _enable.
 RL_PARTS = (
     "actor_num_nodes", "actor_num_gpus_per_node", "eps_clip", "eps_clip_low_high", "dual_clip",
     "policy_loss_type", "freeze_visual_encoder", "critic_num_nodes", "critic_num_gpus_per_node",
@@ -36,13 +35,13 @@ RL_PARTS = (
     "kl_target", "kl_horizon", "kl_estimator", "ptx_coef",
 )  # fmt: skip
 
-# The same, for batch_inference and interactive_chat.
+# Old names of batch_inference and interactive_chat that equal the last parts of a flag.
 INFERENCE_PARTS = (
     "csft_prompt", "rollout_batch_size", "micro_batch_size", "max_new_tokens", "temperature",
     "top_p", "repetition_penalty", "enable_prefix_caching",
 )  # fmt: skip
 
-# Other old names, and the current flags that replace them. Each command uses the flags that it has.
+# Other old names, and the current flags that replace them. Each command uses its own flags.
 NAMES = {
     "save_path": "ckpt.output_dir",
     "max_ckpt_num": "ckpt.max_num",
@@ -80,7 +79,7 @@ NAMES = {
     "l2": "adam.weight_decay actor.adam.weight_decay critic.adam.weight_decay",
 }
 
-# The same, for names that existed only in RL commands.
+# Other old names that existed only in RL commands.
 RL_NAMES = {
     "entropy_loss_coef": "actor.entropy_coef",
     "actor_learning_rate": "actor.adam.lr",
@@ -113,7 +112,7 @@ RL_NAMES = {
     "pretrain_split": "algo.ptx.split",
 }
 
-# The same, for batch_inference and interactive_chat.
+# Other old names that existed only in batch_inference and interactive_chat.
 INFERENCE_NAMES = {
     "eval_task": "task",
     "ta_prompt": "preamble",
@@ -135,8 +134,8 @@ ELSEWHERE = {
     "kl_coef": "algo.kl.init_coef",
 }
 
-# Old switches or values, and the flag with its value that replaces each one. {} stands for the word
-# after the switch.
+# Old switches or values, and the flag and value that replace each one.
+# {} stands for the word after the switch.
 SWITCHES = {
     "greedy_sampling": "rollout.temperature 0",
     "max_num_seqs": 'vllm.engine_args {"max_num_seqs":{}}',
@@ -160,7 +159,7 @@ IGNORED = {
     "unpaired_preference": "each KTO row has a prompt, an answer and a label",
 }
 
-# Flags whose default value has changed, and their default in older releases.
+# Flags whose defaults have changed, and their defaults in older releases.
 MOVED = {
     "algo.advantage.lambd": "0.95",
     "critic.value_clip": "0.2",
@@ -169,7 +168,7 @@ MOVED = {
     "ds.param_dtype": "off",
 }
 
-# Names that are refused, and what to use instead.
+# Refused names, and what to use instead.
 REMOVED = {
     "colocate_actor_critic": "Use --train.colocate_all to share devices between all models.",
     "colocate_ref_reward": "Use --train.colocate_actor_ref or --train.colocate_all.",

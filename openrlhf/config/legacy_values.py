@@ -57,16 +57,16 @@ class _OldConfig(Section):
 
 
 def combined_flags(flags: Mapping[str, Flag]) -> Mapping[str, Flag]:
-    """Return the old flags, by path, that a command with the current flags `flags` accepts."""
+    """Return the old flags (keyed by path) that a command with these current flags accepts."""
     if LEVEL in flags:
         return flags_of(_OldConfig)
     return {}
 
 
 def current_values(old: Mapping[str, Any], given: Mapping[str, Any]) -> dict[str, Any]:
-    """Translate the values of old flags to values of current flags, by path.
+    """Translate the values of old flags to values of current flags, keyed by flag path.
 
-    A preset had no effect without its switch, so it is then not translated. `given` has the current
+    A preset without its switch had no effect, so it is not translated. `given` contains the current
     flags that the user also set. Current flags take precedence, unless only the threshold is set:
     older releases used it only together with a preset, and ignored its lower bound in the mode
     `truncate`.

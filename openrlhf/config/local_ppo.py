@@ -27,7 +27,7 @@ class LocalPPOConfig(PPOConfig):
     ckpt: shared.CheckpointConfig = shared.CheckpointConfig(path="./ckpt/checkpoints_ppo")
 
     def derived_values(self) -> dict[str, Any]:
-        """Return the derived values, by path. All models and engines use all GPUs."""
+        """Return the derived values, keyed by flag path. All models and engines use all GPUs."""
         gpus = self.given.get("actor.num_gpus_per_node") or machine.count_gpus() or 1
         own = self.unless_given(
             {

@@ -1,6 +1,6 @@
 """Devices, memory and environment of this machine, and faster imports of large libraries.
 
-The defaults and rules of flags depend on these. This module does not import torch.
+The defaults and rules of flags depend on the machine. This module does not import torch.
 """
 
 import gc
@@ -55,10 +55,10 @@ MEMORY_FILES = (  # cgroups v2 and v1
 
 
 def ray_may_run() -> bool:
-    """Return whether a running Ray cluster to join may exist.
+    """Return whether there may be a running Ray cluster to join.
 
     If so, RAY_ADDRESS is set or `ray start` has written a file on this machine. The file's path is
-    not part of Ray's public API, but importing Ray to query it is slow.
+    not part of Ray's public API, but importing Ray to query the path is slow.
     """
     address = os.environ.get("RAY_ADDRESS")
     if address:
@@ -151,8 +151,8 @@ def usable_cores() -> int:
 
 
 def free_memory() -> int:
-    """Return the number of bytes of memory that the machine and all cgroups of this process still
-    allow it to use.
+    """Return the memory in bytes that this process may still use, given the machine and its
+    cgroups.
     """
     room = _entries(MEMORY_INFO.read_text().replace(":", ""))["MemAvailable"] * 1024
     for folder in _memory_groups():
@@ -225,9 +225,9 @@ def kernel_caches() -> dict[str, str]:
     """Return environment variables that limit the caches of compiled CPU kernels.
 
     In bfloat16, oneDNN compiles 0.5 MiB of kernels for every shape of a matrix product. By default,
-    both oneDNN and PyTorch keep the last 1,024 of them, so the caches grow to 560 MiB if the number
+    both oneDNN and PyTorch keep the last 1,024 kernels, so the caches grow to 560 MiB if the number
     of tokens varies between batches. A model has only about 20 shapes per batch, so smaller caches
-    are just as fast. oneDNN and PyTorch read the variables at the first product of a process.
+    are just as fast. Both libraries read the variables at a process's first matrix product.
     Variables that the user has set are not changed.
     """
     names = ("ONEDNN_PRIMITIVE_CACHE_CAPACITY", "LRU_CACHE_CAPACITY")
@@ -249,11 +249,12 @@ def cluster_settings() -> dict[str, str]:
 
 @contextmanager
 def quick_imports() -> Generator[None, None, None]:
-    """Pause garbage collection in the block, because it takes a quarter of the import time of large
-    libraries.
+    """Pause garbage collection inside the block, because collection takes a quarter of the import
+    time of large libraries.
 
     Objects that are alive when the block exits are never scanned for garbage again. PEFT is hidden,
-    because Transformers would spend a second importing it; code that needs adapters imports it.
+    because Transformers would spend a second importing it; code that needs adapters imports PEFT
+    itself.
     """
     gc.disable()
     modules: dict[str, Any] = sys.modules

@@ -70,7 +70,7 @@ class OptimizerConfig(Section):
     max_norm: float = option(1.0, "Clip gradients to this norm; 0: no clipping.", ge=0)
 
     def unused(self) -> Iterator[Unused]:
-        """Yield the flags that have no effect with these values."""
+        """Yield the flags that have no effect with the current settings."""
         yield from super().unused()
         if self.optim != "muon":
             yield Unused(["muon"], "without --optim muon")

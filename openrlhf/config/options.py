@@ -105,8 +105,8 @@ def parse_config(root: type[R], argv: Sequence[str], *, command: str) -> R:
 class Reader:
     """Values from a command line and its configuration file, with notices and mistakes.
 
-    `doubtful` has the flags with an invalid value, and the flags that the user may have meant by an
-    unknown name.
+    `doubtful` contains the flags with an invalid value, and the flags that the user may have meant
+    by an unknown name.
     """
 
     def __init__(self, root: type[Any], command: str) -> None:
@@ -158,7 +158,7 @@ class Reader:
     def _replace_combined_flags(self, spelled: Mapping[str, str]) -> None:
         """Replace old flags in `given` with current flags.
 
-        `spelled` has the spelling of each flag that was typed under an even older name.
+        `spelled` contains the spelling of each flag that was typed under an even older name.
         """
         old = {path: self.given.pop(path) for path in self.combined if path in self.given}
         old = {path: value for path, value in old.items() if value is not False}
@@ -333,8 +333,8 @@ def leaves(
 def dump_yaml(config: Command, *, given_only: bool = False) -> str:
     """Return the configuration as YAML: all values in effect, or only those that the user set.
 
-    `--config` accepts only the latter. Per-launch flags (`--dry_run`, `--local_rank`) and the W&B
-    key are left out. Secrets in URLs are masked.
+    `--config` accepts only the output with `given_only`. Per-launch flags (`--dry_run`,
+    `--local_rank`) and the W&B key are left out. Secrets in URLs are masked.
     """
     import yaml  # slow to import and needed only to write or compare files
 

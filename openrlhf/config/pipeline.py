@@ -47,5 +47,5 @@ class PipelineConfig(Command):
             yield "<file> is not a file on this machine."
 
     def unused(self) -> Iterator[Unused]:
-        """Yield the flags that have no effect with these values."""
+        """Yield the flags that have no effect with the current settings."""
         yield Unused(["plugin"], "with this command")

@@ -60,7 +60,7 @@ FILE_SUFFIXES = ("", ".part", ".request", ".new")
 
 @dataclass(frozen=True, kw_only=True)
 class Output:
-    """A folder or file that a command writes. `named` is its flag and value as typed."""
+    """A folder or file that a command writes. `named` is the flag and its value as typed."""
 
     named: str
     path: str

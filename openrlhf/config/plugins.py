@@ -1,4 +1,4 @@
-"""Loads plug-ins once per process: `--plugin` files and entry points of installed packages."""
+"""Loads plug-ins once per process, from `--plugin` files and entry points of installed packages."""
 
 import importlib.util
 import sys
@@ -15,10 +15,10 @@ from openrlhf.config.flags import ConfigError
 def load_plugins(paths: Sequence[str]) -> None:
     """Import plug-in files, and the `openrlhf.plugins` entry points of installed packages.
 
-    The names that they register become valid choices for their flags. A plug-in may also set traits
-    of a name in the tables of `choices`, such as the clip range of a policy loss. Files that this
-    process has already imported are skipped. Raises ConfigError with the plug-in's error if an
-    import fails.
+    Names registered by plug-ins become valid choices for the corresponding flags. A plug-in may
+    also set traits of a name in the tables of `choices`, such as the clip range of a policy loss.
+    Files that this process has already imported are skipped. Raises ConfigError with the plug-in's
+    error if an import fails.
     """
     _load_installed()
     for path in paths:

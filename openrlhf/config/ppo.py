@@ -13,7 +13,7 @@ from openrlhf.config.training_rules import held_out_notices
 
 
 def group_sizes(config: RLFlags) -> dict[str, Any]:
-    """Return the role sizes that depend on this machine, by path.
+    """Return the role sizes that depend on this machine, keyed by flag path.
 
     Roles that share devices have the same size.
     """
@@ -27,7 +27,7 @@ def group_sizes(config: RLFlags) -> dict[str, Any]:
 
 
 def learning_values(config: RLFlags) -> dict[str, Any]:
-    """Return derived settings of rewards, critic and losses, by path."""
+    """Return derived settings of rewards, critic and losses, keyed by flag path."""
     values = config.unless_given(clip_values(config))
     values["critic.model_name_or_path"] = None
     if config.estimator.needs_critic:
@@ -45,7 +45,7 @@ def learning_values(config: RLFlags) -> dict[str, Any]:
 
 
 def clip_values(config: RLFlags) -> dict[str, Any]:
-    """Return the policy loss's default clip range and aggregation, by path."""
+    """Return the policy loss's default clip range and aggregation, keyed by flag path."""
     loss, eps_clip = config.policy_loss, config.actor.eps_clip
     clip = (eps_clip, eps_clip)
     if loss.clip and "actor.eps_clip" not in config.given:
@@ -54,7 +54,7 @@ def clip_values(config: RLFlags) -> dict[str, Any]:
 
 
 def rollout_values(config: RLFlags) -> dict[str, Any]:
-    """Return derived settings of engines, sampling and micro-batches, by path."""
+    """Return derived settings of engines, sampling and micro-batches, keyed by flag path."""
     train, rollout, vllm = config.train, config.rollout, config.vllm
     shared = rollout.n_samples_per_prompt > 1 or train.agent_func_path is not None
     values = engine_values(vllm, rollout, config.ds.param_dtype, shared=shared)
@@ -70,7 +70,7 @@ def rollout_values(config: RLFlags) -> dict[str, Any]:
 def engine_values(
     vllm: VLLMConfig, rollout: RolloutConfig, param_dtype: str, *, shared: bool
 ) -> dict[str, Any]:
-    """Return derived engine settings for RL and evaluation, by path.
+    """Return derived engine settings for RL and evaluation, keyed by flag path.
 
     `shared` is true if samples share prefixes.
     """
@@ -104,7 +104,7 @@ class PPOConfig(RLFlags):
         return super().resolve(command=command)
 
     def derived_values(self) -> dict[str, Any]:
-        """Return the values derived from the RL flags, by path."""
+        """Return the values derived from the RL flags, keyed by flag path."""
         return group_sizes(self) | learning_values(self) | rollout_values(self)
 
     def notices(self) -> Iterator[str]:

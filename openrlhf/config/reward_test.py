@@ -71,6 +71,6 @@ class RewardTestConfig(Command):
         yield from rules.probability_violations(self, "data.prompt_dataset", "data.prompt_probs")
 
     def unused(self) -> Iterator[Unused]:
-        """Yield the flags that have no effect with these values."""
+        """Yield the flags that have no effect with the current settings."""
         yield from unused_by_rewards(self.reward, self.rollout, agents={}, judges={})
         yield from unused_without({FUNCTION: self.reward.function_path}, "rollout.remote_engines")

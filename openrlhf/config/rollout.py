@@ -8,7 +8,7 @@ from typing import Any, ClassVar
 from openrlhf.config import machine
 from openrlhf.config.flags import Section, Unused, derived, items, option, required, value_at
 
-# The requirements of flags, as phrased in notices.
+# Phrases for notices about what a flag requires.
 AGENT = "--train.agent_func_path"
 FUNCTION = "--reward.remote_url FILE.py"
 VERIFIER = "--reward.verifier"
@@ -59,7 +59,7 @@ class VLLMConfig(Section):
         return self.tensor_parallel_size * self.pipeline_parallel_size
 
     def unused(self) -> Iterator[Unused]:
-        """Yield the flags that have no effect with these values."""
+        """Yield the flags that have no effect with the current settings."""
         if not machine.count_gpus():
             yield Unused(["gpu_memory_utilization", "enforce_eager"], "without a GPU")
         if self.disable_prefix_caching:
@@ -191,7 +191,7 @@ class RuleConfig(Section):
         return [part for part in self.sources if not part.endswith(".py")]
 
     def unused(self) -> Iterator[Unused]:
-        """Yield the flags that have no effect with these values."""
+        """Yield the flags that have no effect with the current settings."""
         if not self.remote_url:
             yield Unused(["batch"], "without --remote_url")
 
@@ -256,7 +256,7 @@ class RewardConfig(RuleConfig):
         return [*self.scalars, *filter(None, [self.process_model])]
 
     def unused(self) -> Iterator[Unused]:
-        """Yield the flags that have no effect with these values."""
+        """Yield the flags that have no effect with the current settings."""
         yield from super().unused()
         if not self.process_model:
             yield Unused(["step_separator"], "without --process_model")
@@ -326,16 +326,16 @@ class PlacementConfig(Section):
         return resources
 
     def unused(self) -> Iterator[Unused]:
-        """Yield the flags that have no effect with these values."""
+        """Yield the flags that have no effect with the current settings."""
         if self.cluster:
             roles = ["actor", "critic", "ref", "reward", "vllm"]
             yield Unused(roles, "with --cluster")
 
 
 def unused_without(alternatives: Mapping[str, object], *names: str) -> Iterator[Unused]:
-    """Yield flags that need one of these alternatives, if none of them is set.
+    """Yield the flags `names`, which require one of the alternatives, if no alternative is set.
 
-    The keys are the alternatives, as phrased in notices.
+    The keys of `alternatives` are phrases for notices.
     """
     if not any(alternatives.values()):
         yield Unused(names, f"without {' or '.join(alternatives)}")

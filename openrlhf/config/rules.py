@@ -110,10 +110,10 @@ def parallelism_violations(ds: DeepSpeedConfig) -> Iterator[str]:
 
 
 def machine_values(config: Any) -> dict[str, Any]:
-    """Return the values that depend on this machine's devices, by path.
+    """Return the values that depend on this machine's devices, keyed by flag path.
 
-    By default, there is one process for reward code per core. Without GPUs, there is also one
-    process per role, or the number of processes that share a sequence and a layer.
+    By default, there is one process for reward code per core. Without GPUs, each role gets one
+    process, or as many processes as share a sequence and a layer.
     """
     values = {"reward.workers": config.reward.workers or machine.usable_cores()}
     if not machine.count_gpus():

@@ -9,7 +9,7 @@ from openrlhf.config.flags import Section, Unused, derived, option, required
 
 DTYPES = ("bf16", "fp16", "fp32")
 EXPERTS = ("eager", "batched_mm", "grouped_mm", "deepgemm")
-# A packed row has a new number of sequences in nearly every micro-batch.
+# The number of sequences in a packed row changes with nearly every micro-batch.
 COMPILES_TOO_OFTEN = "leave it out, because it would compile nearly every micro-batch again"
 
 
@@ -71,7 +71,7 @@ class WandbConfig(Section):
     )
 
     def unused(self) -> Iterator[Unused]:
-        """Yield the flags that have no effect with these values."""
+        """Yield the flags that have no effect with the current settings."""
         if not self.key:
             yield Unused(["org", "group", "project"], "without --key")
 
@@ -86,7 +86,7 @@ class LoggerConfig(Section):
     )
 
     def unused(self) -> Iterator[Unused]:
-        """Yield the flags that have no effect with these values."""
+        """Yield the flags that have no effect with the current settings."""
         if not (self.wandb.key or self.tensorboard_dir):
             yield Unused(["wandb.run_name"], "without --wandb.key or --tensorboard_dir")
 
@@ -150,7 +150,7 @@ class TrainConfig(SeedConfig):
     ema_beta: float = option(0.992, "Decay of the EMA.", ge=0, lt=1)
 
     def unused(self) -> Iterator[Unused]:
-        """Yield the flags that have no effect with these values."""
+        """Yield the flags that have no effect with the current settings."""
         if not self.enable_ema:
             yield Unused(["ema_beta"], "without --enable_ema")
 
@@ -175,7 +175,7 @@ class EvalConfig(Section):
     )
 
     def unused(self) -> Iterator[Unused]:
-        """Yield the flags that have no effect with these values."""
+        """Yield the flags that have no effect with the current settings."""
         if not self.dataset:
             yield Unused(["split"], "without --dataset")
 
@@ -193,7 +193,7 @@ class LoraConfig(Section):
     dora: bool = option(False, "Also train the norm of each weight row (DoRA).")
 
     def unused(self) -> Iterator[Unused]:
-        """Yield the flags that have no effect with these values."""
+        """Yield the flags that have no effect with the current settings."""
         if not self.rank:
             names = ["alpha", "dropout", "target_modules", "rslora", "dora"]
             yield Unused(names, "without --rank")
@@ -281,13 +281,14 @@ class DeepSpeedConfig(LoadingConfig):
     def trained_stage(self, ranks: int) -> int:
         """Return the ZeRO stage to train with on `ranks` processes.
 
-        This stage may differ from --ds.zero_stage. Stage 1 in bfloat16 with --ds.enable_sleep runs
-        as stage 2, because DeepSpeed cannot move the optimizer state of stage 1. (Stage 0 cannot be
-        combined with that flag.) Stage 0 in bfloat16 runs as stage 1, because DeepSpeed's stage 0
-        cannot accumulate bfloat16 gradients in float32; so does stage 0 with tensor parallelism,
-        which has no gradient norm over split weights. Stage 2 on one process runs as stage 1,
-        because there are no other ranks to shard gradients over, and stage 2 makes an additional
-        copy of each micro-batch's gradients. All stages compute the same numbers.
+        The returned stage may differ from --ds.zero_stage. Stage 1 in bfloat16 with
+        --ds.enable_sleep runs as stage 2, because DeepSpeed cannot move the optimizer state of
+        stage 1. (Stage 0 cannot be combined with that flag.) Stage 0 in bfloat16 runs as stage 1,
+        because DeepSpeed's stage 0 cannot accumulate bfloat16 gradients in float32; stage 0 with
+        tensor parallelism also runs as stage 1, because DeepSpeed's stage 0 computes no gradient
+        norm over split weights. Stage 2 on one process runs as stage 1, because there are no other
+        ranks to shard gradients over, and stage 2 makes an additional copy of each micro-batch's
+        gradients. All stages compute the same numbers.
         """
         if self.sleeps and self.param_dtype == "bf16":
             return max(2, self.zero_stage)
@@ -310,7 +311,7 @@ class DeepSpeedConfig(LoadingConfig):
         return max(1, self.ring_attn_size * self.tensor_parallel_size)
 
     def unused(self) -> Iterator[Unused]:
-        """Yield the flags that have no effect with these values."""
+        """Yield the flags that have no effect with the current settings."""
         if self.zero_stage not in (2, 3):
             yield Unused(["overlap_comm"], "without --zero_stage 2 or 3")
 
@@ -346,7 +347,7 @@ class FormatConfig(TokenizerConfig):
     apply_chat_template: bool = option(False, "Render prompts with the tokenizer's chat template.")
 
     def unused(self) -> Iterator[Unused]:
-        """Yield the flags that have no effect with these values."""
+        """Yield the flags that have no effect with the current settings."""
         if self.apply_chat_template:
             yield Unused(["input_template"], "with --apply_chat_template")
 
@@ -392,7 +393,7 @@ class OfflineDataConfig(EndedTextConfig, DatasetConfig):
     )
 
     def unused(self) -> Iterator[Unused]:
-        """Yield the flags that have no effect with these values."""
+        """Yield the flags that have no effect with the current settings."""
         yield from super().unused()
         if not (self.apply_chat_template or self.layout in ("auto", "arena")):
             yield Unused(
@@ -438,7 +439,7 @@ class TrainedModelConfig(Section):
     )
 
     def unused(self) -> Iterator[Unused]:
-        """Yield the flags that have no effect with these values."""
+        """Yield the flags that have no effect with the current settings."""
         yield from super().unused()
         if not self.gradient_checkpointing_enable:
             yield Unused(

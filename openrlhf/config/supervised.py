@@ -36,7 +36,7 @@ class SupervisedConfig(OptimizerConfig, Root):
     def _starts_here(self) -> bool:
         """True if the run has the current number of processes.
 
-        A dry run or a plan without a launcher is for a run that a launcher starts later.
+        A dry run or a plan without a launcher describes a run that a launcher will start later.
         """
         if machine.launched_processes() is None:
             return not (self.dry_run or machine.only_plans)
@@ -137,7 +137,7 @@ class SFTConfig(SupervisedConfig):
             )
 
     def unused(self) -> Iterator[Unused]:
-        """Yield the flags that have no effect with these values."""
+        """Yield the flags that have no effect with the current settings."""
         if self.model.pretrain_mode_enable:
             formats = [
                 "data.output_key",
@@ -206,7 +206,7 @@ class DPOModelConfig(shared.ModelConfig):
     )
 
     def unused(self) -> Iterator[Unused]:
-        """Yield the flags that have no effect with these values."""
+        """Yield the flags that have no effect with the current settings."""
         yield from super().unused()
         if self.loss_type not in ("dpo", "robust"):
             yield Unused(["label_smoothing"], "without --loss_type dpo or robust")
@@ -233,7 +233,7 @@ class ReferencedConfig(SupervisedConfig):
         )
 
     def unused(self) -> Iterator[Unused]:
-        """Yield the flags that have no effect with these values."""
+        """Yield the flags that have no effect with the current settings."""
         if not self.needs_reference:
             yield Unused(["ref"], "without a --model.loss_type that uses a reference")
         if self.reference_is_policy:
@@ -349,7 +349,7 @@ class KDLossConfig(Section):
         return rules.has_host(self.teacher_model or "")
 
     def unused(self) -> Iterator[Unused]:
-        """Yield the flags that have no effect with these values."""
+        """Yield the flags that have no effect with the current settings."""
         if self.served:
             yield Unused(["teacher_offload"], "with --teacher_model URL")
 
@@ -405,7 +405,7 @@ class PRMConfig(SupervisedConfig):
     data: PRMDataConfig = PRMDataConfig(layout="columns")
 
     def unused(self) -> Iterator[Unused]:
-        """Yield the flags that have no effect with these values."""
+        """Yield the flags that have no effect with the current settings."""
         formats = [
             "data.input_template",
             "data.apply_chat_template",
@@ -433,7 +433,7 @@ class RMModelConfig(shared.ModelConfig):
     reinit_head: bool = option(False, "Initialize a new scalar head even if one is stored.")
 
     def unused(self) -> Iterator[Unused]:
-        """Yield the flags that have no effect with these values."""
+        """Yield the flags that have no effect with the current settings."""
         yield from super().unused()
         if self.loss_type == "logexp":
             yield Unused(["margin_loss_enable"], "with --loss_type logexp")

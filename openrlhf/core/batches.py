@@ -68,7 +68,7 @@ def places_in(offsets: Int[Tensor, " B+1"], rows: Tensor) -> Int[Tensor, " M"]:
 
 @dataclass(frozen=True, kw_only=True)
 class Items:
-    """Entries that belong to rows, such as image patches. A row may have any number of them.
+    """Entries that belong to rows, such as image patches. A row may have any number of entries.
 
     `values` is (M, ...); row i has values[offsets[i] : offsets[i + 1]].
     """

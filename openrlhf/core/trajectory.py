@@ -14,13 +14,12 @@ from typing import Any, Self, cast
 class StopReason(StrEnum):
     """The reason why an episode ended."""
 
-    # The policy sampled an end-of-turn token, stop token or stop string, or the environment was
-    # done.
+    # An end-of-turn token, a stop token, a stop string or the environment ended the episode.
     STOP = "stop"
     # The token budget ran out. The episode counts as truncated.
     LENGTH = "length"
-    # The engine, reward or agent failed. The episode has an error and no reward, and is not trained
-    # on.
+    # The engine, reward or agent failed.
+    # The episode has an error and no reward, and is not used for training.
     FAILED = "failed"
 
 
@@ -44,8 +43,8 @@ class Prompt:
     `data.prompts` creates prompts, and the rollout generator consumes them.
     """
 
-    # Index in the sequence of drawn prompts, not in the dataset. It seeds the samples and
-    # determines their order in the batch.
+    # Index in the sequence of drawn prompts, not in the dataset.
+    # The index seeds the samples and determines their order in the batch.
     index: int
     text: str
     tokens: list[int]  # tokens of the entire text
@@ -75,8 +74,8 @@ class Trajectory:
     sample_index: int  # index of the sample among its prompt's samples
     stop_reason: StopReason
     reward: float | None = None  # None until a reward worker scores the episode
-    # Dynamic filtering and pass@k use the score, which equals the reward unless the user also
-    # returns a score.
+    # Dynamic filtering and pass@k use the score.
+    # The score equals the reward unless the user also returns a score.
     score: float | None = None
     weight_versions: tuple[int, ...] = ()  # weight versions that sampled the tokens, oldest first
     extra_logs: Mapping[str, float] = field(default_factory=dict[str, float])
@@ -85,13 +84,13 @@ class Trajectory:
     failure: Failure | None = None  # kind of the error
     # Parts of the reward: (position of a turn's last token, amount).
     turn_rewards: tuple[tuple[int, float], ...] = ()
-    # Batch columns that are already computed: name → (T,) tensor, or a list that was read from a
-    # file. The controller adds them.
+    # Batch columns that are already computed: name → (T,) tensor, or a list read from a file.
+    # The controller adds these columns.
     columns: Mapping[str, Any] = field(default_factory=dict[str, Any])
     filtered: bool = False  # True if dynamic filtering rejected the prompt: logged, not trained on
     turns: int | None = None  # number of policy calls in an agent's episode, over all conversations
-    # An agent's earlier conversations, which share the episode's reward. This object is the last
-    # conversation.
+    # An agent's earlier conversations, which share the episode's reward.
+    # This object is the last conversation.
     earlier: "tuple[Trajectory, ...]" = ()
 
     def __post_init__(self) -> None:

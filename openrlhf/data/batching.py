@@ -22,7 +22,7 @@ class Group(NamedTuple):
 
 
 class Solution(NamedTuple):
-    """A partition of a subset of the rows. Solutions compare by unevenness."""
+    """A partition of a subset of the rows. Solutions are compared by unevenness."""
 
     unevenness: int  # cost of the lightest part minus that of the heaviest
     number: int  # breaks ties: the older of two equally uneven solutions comes first
@@ -32,7 +32,8 @@ class Solution(NamedTuple):
 def row_costs(lengths: Sequence[int], attention_length: int | None) -> list[int]:
     """Return the relative compute of each row: n · (A + n) for n tokens, or n without A.
 
-    A is the length at which attention costs as much as products with weights (`models.cost`).
+    A is the length at which attention costs as much as the matrix products with weights
+    (`models.cost`).
     """
     if attention_length is None:
         return list(lengths)
@@ -94,7 +95,8 @@ def batches_of_tokens(
 
     A row longer than `max_tokens` gets its own batch. Costs are computed by `row_costs`. Returns
     the smallest number of batches for which a partition is found. If `at_least` is larger, returns
-    that many batches (as long as there are enough rows), so that all ranks can run the same number.
+    that many batches (as long as there are enough rows), so that all ranks can run the same number
+    of batches.
     """
     fitting: list[int] = []
     batches: list[list[int]] = []
@@ -215,8 +217,7 @@ class ResumableSampler(Sampler[int]):
             yield int(order[place])
 
 
-# The cache has two entries, because every step uses two orders: that of the training rows and that
-# of the pretraining rows.
+# The cache has two entries: every step uses the orders of the training and pretraining rows.
 @lru_cache(maxsize=2)
 def permutation(num_rows: int, seed: int) -> npt.NDArray[np.int64]:
     """Return the row order of the epoch with this seed. The order takes 8 bytes per row."""

@@ -1,6 +1,6 @@
 """Detects control tokens, such as the end-of-turn token, in a dataset's texts.
 
-The model cannot distinguish such tokens from the control tokens that a chat template inserts.
+The model cannot distinguish these tokens from the control tokens that a chat template inserts.
 """
 
 import re

@@ -49,7 +49,7 @@ def row_error(row: Mapping[str, Any], column: str, problem: str) -> DataError:
 
 
 def text_of(row: Mapping[str, Any], column: str) -> str:
-    """Return the string in a column of a row. Raises DataError if it is not a string."""
+    """Return the string in a column of a row. Raises DataError if the value is not a string."""
     value = row[column]
     if isinstance(value, str):
         return value

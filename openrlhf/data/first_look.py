@@ -122,7 +122,7 @@ def _survives(text: str, back: str) -> bool:
 class TextFormat:
     """The format of a model's prompts and answers.
 
-    Exported models record it for later training stages.
+    Exported models record the format for later training stages.
     """
 
     input_template: str | None = None
@@ -231,7 +231,7 @@ def unused_chat_template(
 def glued(prompts: Sequence[str], answers: Sequence[str]) -> list[Finding]:
     """Return a notice if every prompt ends with a word and every answer begins with one.
 
-    Concatenating them would merge the two words.
+    Concatenating a prompt and its answer would merge the two words.
     """
     pairs = [pair for pair in zip(prompts, answers, strict=False) if all(pair)]
     for prompt, answer in pairs:

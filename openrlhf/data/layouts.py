@@ -99,8 +99,9 @@ def _read_with_context(question: str, row: Row) -> Row:
     return {**row, question: [*messages, {"role": "user", "content": prompt}]}
 
 
-# Readers by --data.layout value. A reader moves a row's texts to the columns that the layout's
-# flags name, and raises a DataError that names the row if the row is malformed.
+# Readers by --data.layout value.
+# A reader moves a row's texts to the columns that the layout's flags name.
+# If the row is malformed, the reader raises a DataError that names the row.
 READERS: dict[str, Callable[[Row], Row]] = {
     "alpaca": partial(_read_with_context, "instruction"),
     "arena": _read_arena,
@@ -115,7 +116,7 @@ JUDGED = ("arena", "webgpt")  # readers that create the pair columns
 
 
 LAYOUTS = toml_beside(__file__)
-# A config section without this flag cannot read rows of that kind.
+# A config section without a kind's main flag cannot read rows of that kind.
 MAIN_FLAGS = {"pairs": "chosen_key", "text": "input_key"}
 # flags that all pair layouts share
 PAIR_KEYS = {"chosen_key": "chosen", "rejected_key": "rejected"}
@@ -222,7 +223,7 @@ def _layout_of(first: Row, kinds: Sequence[str], named: str) -> dict[str, Any]:
 
 
 def _flags_with_effect(found: Mapping[str, Any], config: Any) -> dict[str, Any]:
-    """Return those flags of the layout that this command has and that have an effect.
+    """Return the layout's flags that exist in this command and have an effect.
 
     An empty value becomes None.
     """

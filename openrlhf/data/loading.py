@@ -113,7 +113,7 @@ def _store_as_json(part: Dataset, columns: Collection[str]) -> Dataset:
 
 
 def _load_one(item: str, split: str, max_samples: int) -> Dataset:
-    """Load at most `max_samples` rows of an item. Raises DataError if it cannot be read."""
+    """Load at most `max_samples` rows of an item. Raises DataError if the item cannot be read."""
     path = item
     folder = ""
     if not os.path.exists(item):
@@ -180,8 +180,7 @@ def _explain(item: str, path: str, error: Exception) -> str:
             f"{item} needs a Python loading script, and dataset scripts are not run. Pass a "
             "converted copy: parquet or JSON files, or a folder written by save_to_disk()."
         )
-    # The library raises these errors for an empty file, an empty saved dataset and a file without
-    # rows, in this order.
+    # The library's errors for an empty file, an empty saved dataset and a file without rows.
     if isinstance(root, StopIteration | IndexError) or "corresponds to no data" in seen:
         return f"{item} has no rows."
     if os.path.exists(path):

@@ -115,8 +115,7 @@ class TokenizedRows(torch.utils.data.Dataset[Row], ABC):
         rows = f"of {len(mapped)} {self.what}s"
         control = list(filter(None, mapped["control"][:]))
         in_template = self.data.apply_chat_template or self.data.input_template not in (None, "{}")
-        # If no template is applied but the rows are already rendered, most rows have control
-        # tokens.
+        # Without a template, most rows have control tokens if they are already rendered.
         if control and (in_template or 2 * len(control) <= len(mapped)):
             notice(
                 f"{len(control)} {rows} contain control tokens, which the model reads as "

@@ -188,7 +188,7 @@ class SFTDataset(TokenizedRows[SFTRow]):
 
 
 def _refuse_rows_without_answers(dataset: Dataset, input_key: str) -> None:
-    """Raise the DataError for a dataset in which no column contains the answers.
+    """Raise a DataError for a dataset in which no column contains the answers.
 
     A missing input column is reported by another check.
     """

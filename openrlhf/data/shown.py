@@ -86,8 +86,7 @@ def show_text(
     end = 0
     for mark, run in groupby(marks or [None] * len(tokens)):
         end += len(list(run))
-        # Take the difference of two decoded texts, because tokenizers decode a text's first token
-        # differently.
+        # Decode from the start, because tokenizers decode a text's first token differently.
         until = str(tokenizer.decode(tokens[:end], clean_up_tokenization_spaces=False))
         part = until[len(before) :]
         before = until

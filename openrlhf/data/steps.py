@@ -99,7 +99,7 @@ class StepDataset(TokenizedRows[StepRow]):
         }
 
     def _label(self, row: Mapping[str, Any], label: Any) -> float:
-        """Return a label as a probability or a token id. Raises DataError if it is invalid."""
+        """Return a label as a probability or a token id. Raises DataError for an invalid label."""
         if self.soft:
             expected = "a number from 0 to 1"
             if isinstance(label, int | float) and 0 <= label <= 1:

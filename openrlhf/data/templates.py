@@ -238,7 +238,7 @@ def _find_turn(draw: Draw, messages: Sequence[Message], turn: int, text: str) ->
 def _find_content(draw: Draw, messages: Sequence[Message], turn: int, text: str) -> Span | None:
     """Return the span of a turn's content in `text`, or None if the template changed the content.
 
-    Rendering a placeholder instead of the content shows the text before and after it.
+    Rendering a placeholder instead of the content reveals the text before and after the content.
     """
     past = [*messages[:turn], {**messages[turn], "content": STAND_IN}]
     before, _, after = draw([*past, *messages[turn + 1 :]])[0].partition(STAND_IN)
@@ -284,8 +284,7 @@ class Encoded:
         if self.offsets is None:
             return range(*map(self._tokens_before, span))
         start, end = span
-        # Compare the ends of tokens, not their starts, because some offsets exclude the space
-        # before a word.
+        # Compare the ends of tokens, because some starts exclude the space before a word.
         first = bisect_right(self.offsets, start, key=itemgetter(1))
         last = bisect_right(self.offsets, end, key=itemgetter(1))
         while last < len(self.offsets) and self.offsets[last][0] < end:

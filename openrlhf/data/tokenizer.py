@@ -8,8 +8,8 @@ from transformers import AutoTokenizer, GenerationConfig, PreTrainedTokenizerBas
 
 from openrlhf.data.errors import DataError
 
-# A ratio far above that of ordinary text. Longer texts cannot fit, and may take minutes to
-# tokenize.
+# A ratio far above that of ordinary text.
+# Longer texts cannot fit and may take minutes to tokenize.
 CHARACTERS_PER_TOKEN = 64
 LENGTH_WARNING = "sequence-length-is-longer-than-the-specified-maximum"  # of Transformers
 FEWEST_CHARACTERS = 1 << 16
@@ -46,8 +46,7 @@ def get_tokenizer(
     if tokenizer.pad_token is None:
         tokenizer.pad_token = tokenizer.eos_token
     tokenizer.padding_side = padding_side
-    # Suppress this warning, because our own flags limit lengths and the run reports truncated
-    # texts.
+    # Suppress this warning: our own flags limit lengths, and the run reports truncated texts.
     tokenizer.deprecation_warnings[LENGTH_WARNING] = True
     if chat_template is not None:
         tokenizer.chat_template = chat_template

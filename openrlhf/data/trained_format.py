@@ -1,7 +1,7 @@
 """The text format a model was trained on, used as the default for unset flags.
 
-Exported models record their text format (`first_look.TextFormat`). Later commands use it unless a
-flag sets a template.
+Exported models record their text format (`first_look.TextFormat`). Later commands use the recorded
+format unless a flag sets a template.
 """
 
 from collections.abc import Sequence

@@ -1,1 +1,1 @@
-"""Commands that do not train: evaluation, batch inference, chat and reward test."""
+"""Non-training commands: evaluation, batch inference, chat and reward test."""

@@ -128,8 +128,8 @@ def read_rows(
 ) -> list[Prompt]:
     """Return the prompts to answer or the full texts to score. Raises DataError.
 
-    Records their text format in the tokenizer. If `follows` is true, the default is the text format
-    that the model was trained with.
+    Records the text format of the prompts in the tokenizer. If `follows` is true, the default is
+    the text format that the model was trained with.
     """
     path = str(config.model.model_name_or_path)
     rows_of: Any = PromptDataset
@@ -266,7 +266,7 @@ def keep(
 def write_results(
     config: BatchInferenceConfig, prompts: Sequence[Prompt], journal: Journal, recorder: Recorder
 ) -> None:
-    """Write the output file in dataset order. Raises DataError if it would be empty."""
+    """Write the output file in dataset order. Raises DataError if the file would be empty."""
     lines: Rows = []
     for prompt in prompts:
         for result in journal.results.get(prompt.index, []):

@@ -101,7 +101,7 @@ class Printed(TextStreamer):
 
 @dataclass(kw_only=True)
 class Chat:
-    """A conversation. If `template` is None, the tokenizer's chat template renders it."""
+    """A conversation, rendered by the tokenizer's chat template if `template` is None."""
 
     config: ChatConfig
     tokenizer: PreTrainedTokenizerBase

@@ -19,8 +19,8 @@ REQUEST = "request, before its rows were rendered"  # additional key in a record
 def start_of_request(final: Path, request: str) -> FirstStart:
     """Return the first start of the command that is writing, or wrote, the final file.
 
-    Returns the start of this command if no other command did, or if it completed a different
-    request.
+    If no other command wrote the file, or if that command completed a different request, return the
+    start of this command.
     """
     for begun in (part_of(final), record_of(final)):
         if begun.exists():

@@ -1,4 +1,4 @@
-"""Engines and reward models of commands that do not train; both take turns on the devices."""
+"""Engines and reward models of non-training commands, which take turns on the devices."""
 
 from collections.abc import Iterator
 from contextlib import closing, contextmanager
@@ -92,7 +92,7 @@ def exclusive(group: HostGroup) -> Placement:
 
 
 def largest_phase(config: EvaluationConfig | BatchInferenceConfig) -> Placement:
-    """Return the larger placement, in slots: that of the engines or that of the reward models."""
+    """Return the placement that takes more slots: the engines' or the reward models'."""
     phases: list[HostGroup] = []
     if config.samples_answers:
         phases.append(engine_group(config.vllm, "vllm"))
