@@ -16,7 +16,7 @@ COMMIT = "a" * 40
 
 @contextmanager
 def hub(repository: str, files: Mapping[str, bytes]) -> Iterator[str]:
-    """Serve a fake Hub with only this dataset, and yield its address."""
+    """Serve a fake Hub with a single dataset, and yield the Hub's address."""
     handler = type("Handler", (_Handler,), {"repository": repository, "repo_files": dict(files)})
     server = ThreadingHTTPServer(("127.0.0.1", 0), handler)
     thread = Thread(target=server.serve_forever, daemon=True)

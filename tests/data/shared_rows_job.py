@@ -1,4 +1,4 @@
-"""A script that runs as one rank in the tests of rows shared by a machine's processes.
+"""A script for one rank in the tests of rows that are shared by a machine's processes.
 
 Each rank writes its rows to a file.
 """
@@ -33,7 +33,8 @@ BROKEN = 150
 class Letters(TokenizedRows[SFTRow]):
     """A dataset with one token per letter.
 
-    Each process that prepares rows creates a file. In two cases, it fails or is killed midway.
+    Each process that prepares rows creates a file. Two of the cases make the process fail or die
+    midway.
     """
 
     row = SFTRow

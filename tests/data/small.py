@@ -23,7 +23,7 @@ SPECIALS = [
     "</think>",
 ]
 LETTERS = "\n" + "".join(map(chr, range(32, 127)))
-MERGES = [(" ", "b"), ("\n", "B"), ("o", "k")]  # tokens " b", "\nB" and "ok"
+MERGES = [(" ", "b"), ("\n", "B"), ("o", "k")]  # for the tokens " b", "\nB" and "ok"
 
 PLAIN_CHAT = (
     "{% for message in messages %}<|{{ message.role }}|>{{ message.content }}<|end|>\n{% endfor %}"
@@ -91,7 +91,7 @@ def gsm8k() -> Path:
 
 
 def spaced_tokenizer() -> PreTrainedTokenizerFast:
-    """Return a tokenizer whose tokens are words with their leading space.
+    """Return a tokenizer whose tokens are words including their leading space.
 
     "Assistant: yes" becomes "Assistant:" and " yes". The trailing space in "Assistant: " is a
     separate token.

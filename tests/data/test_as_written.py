@@ -32,11 +32,11 @@ from openrlhf.data.text_files import csv_records, json_rows
 from tests.data.small import build_tokenizer, json_lines
 
 Rows = list[dict[str, Any]]
-# this template renders the whole chat as JSON
+# A template that renders an entire chat as JSON.
 AS_JSON = "{{ tools | tojson }}{% for message in messages %}{{ message | tojson }}{% endfor %}"
 
 
-def test_broken_json_is_rejected_with_line_column_and_reason(tmp_path: Path) -> None:
+def test_error_for_broken_json_gives_the_line_column_and_reason(tmp_path: Path) -> None:
     file = tmp_path / "broken.jsonl"
     file.write_text('{"input": "a"}\n{"input": "a\tb"}\n{"input": "c"}\n')
     expected = r"line 2: .*column 13: .*control character\."
@@ -81,14 +81,14 @@ def csv_text(records: list[list[str]], **style: Any) -> str:
     st.booleans(),
     st.booleans(),
 )
-def test_every_csv_cell_is_read_as_written(
+def test_every_csv_cell_is_read_exactly_as_written(
     cells: list[list[str]], separator: str, end: str, quoted: bool, marked: bool
 ) -> None:
     header = ["a", "b", "c", "d"][: len(cells[0])] if cells else ["a", "b"]
     if len(header) == 1:
         separator = ","  # no separator can be detected in a file with a single column
-    # Python's csv writer does not quote a line break that differs from the line terminator, so the
-    # reader would start a new row there.
+    # Python's csv writer leaves line breaks unquoted unless they equal the line terminator.
+    # A reader would start a new row at an unquoted line break.
     quoted = quoted or any(sign in "".join(row) for row in cells for sign in "\r\n")
     style = {
         "delimiter": separator,
@@ -101,9 +101,9 @@ def test_every_csv_cell_is_read_as_written(
 
 
 @given(JSON_ROWS, st.sampled_from(sorted(FORMS)))
-def test_every_json_value_is_read_as_written(rows: Rows, form: str) -> None:
+def test_every_json_value_is_read_exactly_as_written(rows: Rows, form: str) -> None:
     read = list(json_rows(io.BytesIO(FORMS[form](rows).encode()), "x.json"))
-    assert json.dumps(read) == json.dumps(rows)  # JSON text distinguishes 1 from 1.0 and true
+    assert json.dumps(read) == json.dumps(rows)  # as text, because 1 == 1.0 == True in Python
 
 
 def check_loaded_json(folder: Path, rows: Rows, form: str) -> None:
@@ -261,13 +261,13 @@ def test_kto_labels_are_read_from_every_file_format(score: Any, form: str, tmp_p
     ] * len(TEXTS)
 
 
-def test_layout_with_a_score_is_detected_in_a_csv_file(tmp_path: Path) -> None:
+def test_layout_with_a_score_column_is_detected_in_a_csv_file(tmp_path: Path) -> None:
     path = write_rows(tmp_path, [{"instruction": "q", "response": "a", "score": "0"}], "csv")
     loaded = load_datasets(path, split="train", max_samples=100, seed=0)
     assert recognise(loaded, amend(KTOConfig(), {"given": {}})).label_key == "score"
 
 
-# ---- nulls and types of chats
+# ---- nulls and value types in chats
 
 
 def user(text: str) -> dict[str, Any]:
@@ -406,14 +406,14 @@ def test_edited_file_is_reread_instead_of_loaded_from_cache(tmp_path: Path) -> N
         ]
 
 
-def test_empty_cell_in_a_training_column_raises_error(tmp_path: Path) -> None:
+def test_empty_cell_in_a_training_column_raises_an_error(tmp_path: Path) -> None:
     (tmp_path / "x.csv").write_text("input,output\na,b\nc,\n")
     loaded = load_datasets(str(tmp_path / "x.csv"), split="train", max_samples=9, seed=0)
     with pytest.raises(DataError, match=r"x\.csv, row 2, column 'output'"):
         SFTDataset(loaded, build_tokenizer(), SFTDataConfig(output_key="output"))
 
 
-def test_csv_column_without_values_is_text(tmp_path: Path) -> None:
+def test_csv_column_without_values_is_read_as_text(tmp_path: Path) -> None:
     (tmp_path / "empty.csv").write_text("input,output,note\na,b,\nc,d,\n")
     rows = load_datasets(str(tmp_path / "empty.csv"), split="train", max_samples=9, seed=0)
     assert rows.features["note"].dtype == "string"

@@ -39,13 +39,15 @@ def tokens_of(groups: list[list[int]], lengths: list[int]) -> list[int]:
 # ---- balancing
 
 
-def test_differencing_partitions_more_evenly_than_a_greedy_split() -> None:
+def test_differencing_splits_rows_more_evenly_than_a_greedy_algorithm() -> None:
     lengths = [8, 7, 6, 5, 4]  # a greedy split gives 8 + 5 + 4 and 7 + 6
     assert sorted(tokens_of(balanced_partition(lengths, 2), lengths)) == [14, 16]
 
 
 @given(LENGTHS, st.data())
-def test_partition_has_every_row_once_and_no_empty_group(lengths: list[int], data: Any) -> None:
+def test_partition_contains_every_row_once_and_has_no_empty_group(
+    lengths: list[int], data: Any
+) -> None:
     parts = data.draw(st.integers(1, len(lengths)))
     groups = balanced_partition(lengths, parts)
     assert len(groups) == parts and all(groups)
@@ -105,19 +107,19 @@ def test_micro_batches_never_exceed_the_token_budget(lengths: list[int], budget:
 
 @given(LENGTHS, st.integers(50, 120))
 def test_number_of_micro_batches_is_close_to_the_minimum(lengths: list[int], budget: int) -> None:
-    """Otherwise, two micro-batches could be merged without exceeding the budget."""
+    """With more micro-batches, two of them could be merged without exceeding the budget."""
     batches = batches_of_tokens(lengths, budget)
     assert len(batches) <= max(1, 2 * sum(lengths) / budget)
 
 
-# Long-tailed lengths, including rows that exceed a budget, and models whose attention costs little
-# (a large attention length), much, or nothing.
+# Long-tailed row lengths, some of which exceed the budget.
+# The attention length covers models with cheap (large value), expensive and free attention (None).
 ANY_LENGTHS = st.lists(st.one_of(st.integers(1, 12), st.integers(1, 400)), min_size=1, max_size=40)
 ATTENTION = st.one_of(st.none(), st.integers(1, 10_000))
 
 
 @given(ANY_LENGTHS, st.integers(1, 300), ATTENTION, st.integers(1, 50))
-def test_token_budget_holds_for_every_cost_and_number_of_batches(
+def test_token_budget_holds_for_every_attention_cost_and_number_of_batches(
     lengths: list[int], budget: int, attention: int | None, at_least: int
 ) -> None:
     fewest = batches_of_tokens(lengths, budget, attention_length=attention)
@@ -125,7 +127,7 @@ def test_token_budget_holds_for_every_cost_and_number_of_batches(
     assert rows_of(batches) == list(range(len(lengths)))
     for rows in batches:
         assert len(rows) == 1 or sum(lengths[row] for row in rows) <= budget
-    # Ranks that agree on the largest number of batches get that number if they have enough rows.
+    # If ranks agree on the largest number of batches, each rank with enough rows gets that number.
     assert len(batches) == max(len(fewest), min(at_least, len(lengths)))
 
 
@@ -150,7 +152,7 @@ def test_costs_of_ranks_differ_by_at_most_the_largest_row(
     assert max(totals) - min(totals) <= max(costs)
 
 
-def test_attention_makes_a_long_row_cost_more_than_short_rows_with_the_same_total_tokens() -> None:
+def test_long_row_costs_more_than_short_rows_with_the_same_total_number_of_tokens() -> None:
     """With A = 100, 4 rows of 100 tokens cost 4 · 100 · 200 and a row of 400 costs 400 · 500."""
     lengths = [400, *[100] * 6]
     assert row_costs([400, 100], 100) == [200_000, 20_000]
@@ -173,7 +175,7 @@ def test_padding_counts_toward_the_token_budget(
 
 
 @given(ANY_LENGTHS, st.integers(CHUNKS_PER_RANK, 300), st.integers(1, 8), st.integers(1, 3))
-def test_rank_of_a_ring_never_holds_more_tokens_than_its_budget(
+def test_ring_rank_never_holds_more_tokens_than_its_budget(
     lengths: list[int], budget: int, sp: int, tp: int
 ) -> None:
     ds = DeepSpeedConfig(ring_attn_size=sp, tensor_parallel_size=tp, packing_samples=True)
@@ -195,7 +197,7 @@ def test_rank_of_a_ring_never_holds_more_tokens_than_its_budget(
     st.integers(1, 300),
     st.integers(1, 4),
 )
-def test_shared_prefixes_only_reduce_the_tokens_of_a_micro_batch(
+def test_shared_prefixes_never_increase_the_tokens_of_a_micro_batch(
     answers: list[int], prompt: int, budget: int, prompts: int
 ) -> None:
     lengths = [prompt + answer for _ in range(prompts) for answer in answers]
@@ -269,7 +271,7 @@ def test_rows_of_a_batch_do_not_depend_on_the_number_of_ranks(half: int) -> None
         assert sorted(shared) == sorted(alone[step * batch : (step + 1) * batch])
 
 
-def test_order_depends_only_on_seed_plus_epoch() -> None:
+def test_row_order_depends_only_on_the_sum_of_seed_and_epoch() -> None:
     first, second = (list(ResumableSampler(20, seed=3, consumed=taken)) for taken in (0, 20))
     assert sorted(first) == sorted(second) == list(range(20))
     assert first != second == list(ResumableSampler(20, seed=4))

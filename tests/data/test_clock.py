@@ -17,7 +17,7 @@ DATED = "{{ strftime_now('%d %b %Y') }}" + PLAIN_CHAT
 CHAT = [{"role": "user", "content": "hi"}]
 
 
-def test_template_writes_the_date_of_the_given_moment() -> None:
+def test_template_renders_the_date_that_was_set() -> None:
     tokenizer = character_tokenizer()
     tokenizer.chat_template = DATED
     set_clock(tokenizer, "2027-01-15T23:59:59")
@@ -64,7 +64,7 @@ def test_fixed_date_is_not_saved_with_the_tokenizer(tmp_path: object) -> None:
         (None, False),
     ],
 )
-def test_template_that_depends_on_the_date_is_reported_with_a_fix(
+def test_template_that_depends_on_the_date_is_reported_with_a_suggested_fix(
     template: str | None, dated: bool
 ) -> None:
     tokenizer = character_tokenizer()

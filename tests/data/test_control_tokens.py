@@ -54,7 +54,7 @@ def chats(text: str) -> dict[str, Any]:
     }
 
 
-# For each kind of row, how to build a row from a text and how to read the rows.
+# For each kind of row, a function that builds a row from a text and one that reads the rows.
 KINDS: dict[str, tuple[Any, Any]] = {
     "sft, chat": (messages, lambda rows, t: SFTDataset(rows, t, SFTDataConfig(**CHAT))),
     "sft, plain": (
@@ -89,7 +89,7 @@ KINDS: dict[str, tuple[Any, Any]] = {
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_control_tokens_are_reported_with_the_first_row_that_has_one(
+def test_control_tokens_are_reported_with_the_first_row_that_contains_one(
     kind: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
     row_of, read = KINDS[kind]
@@ -107,9 +107,9 @@ def test_control_tokens_are_reported_with_the_first_row_that_has_one(
 @pytest.mark.parametrize(
     "rows",
     [
-        [answers(WHOLE)] * 3 + [answers("a")],  # already rendered by another command
-        [answers("<|user|>a")] * 3 + [answers("a")],  # rendered in a different format
-        [answers("a") | {"output": "ok <|end|>\n<eos>"}] * 2,  # end tokens are already in the data
+        [answers(WHOLE)] * 3 + [answers("a")],  # prompts already rendered by another command
+        [answers("<|user|>a")] * 3 + [answers("a")],  # prompts rendered in a different format
+        [answers("a") | {"output": "ok <|end|>\n<eos>"}] * 2,  # the data contains end tokens
         [answers("a") | {"output": "ok<eos>"}, answers("a")],
     ],
 )

@@ -68,7 +68,7 @@ def assistant(content: str) -> dict[str, str]:
 # ---- plain text
 
 
-def test_token_ids_of_a_pair() -> None:
+def test_pair_is_encoded_to_the_expected_token_ids() -> None:
     row = pairs([{"q": "Q", "chosen": "ok", "rejected": "no"}], prompt_key="q")[0]
     #                     Q   ok   " " <eos>
     assert row.chosen == [58, 106, 9, 1]
@@ -77,7 +77,7 @@ def test_token_ids_of_a_pair() -> None:
     assert (row.prompt_length, row.margin) == (0, 0.0)
 
 
-def test_without_a_prompt_column_the_texts_contain_the_prompt() -> None:
+def test_texts_of_pairs_contain_the_prompt_if_there_is_no_prompt_column() -> None:
     row = pairs(
         [{"chosen": "\n\nHuman: a\n\nAssistant: b", "rejected": "\n\nHuman: a\n\nAssistant: c"}]
     )[0]
@@ -128,7 +128,7 @@ def test_margin_is_parsed_as_a_number_and_defaults_to_zero() -> None:
     ("value", "seen"),
     [("half", "'half', not a finite number"), (True, "True, not"), (float("nan"), "nan, not")],
 )
-def test_error_for_an_invalid_margin_names_row_and_column(value: Any, seen: str) -> None:
+def test_error_for_an_invalid_margin_names_the_row_and_the_column(value: Any, seen: str) -> None:
     rows = [
         {"chosen": "a", "rejected": "b", "margin": None},
         {"chosen": "a", "rejected": "b", "margin": value},
@@ -176,13 +176,13 @@ def test_prompt_is_read_from_the_prompt_column() -> None:
     assert answers(row) == ("ok <eos>", "no <eos>")
 
 
-def test_token_that_merges_the_prompts_last_space_with_one_answer_is_scored_in_both() -> None:
+def test_token_that_merges_the_last_prompt_space_with_an_answer_is_scored_in_both_answers() -> None:
     rows = [{"q": "A", "chosen": "bee", "rejected": "cat"}]
     row = pairs(rows, prompt_key="q", input_template="{}: ", needs_prompt=True)[0]
     assert answers(row) == (" bee <eos>", " cat <eos>")
 
 
-def test_prompt_of_a_conversation_is_every_message_but_the_last() -> None:
+def test_prompt_of_a_conversation_is_every_message_except_the_last() -> None:
     history = [user("a"), assistant("x"), user("c")]
     rows = [{"chosen": [*history, assistant("ok")], "rejected": [*history, assistant("no")]}]
     for template in (PLAIN_CHAT, SPACED_CHAT):
@@ -212,7 +212,7 @@ def test_multi_message_answer_is_scored_from_its_first_message() -> None:
         (PLAIN_CHAT.replace("<|assistant|>", "<|assistant|><think>"), ""),
     ],
 )
-def test_answer_is_found_if_the_template_rewrites_history_or_adds_thoughts(
+def test_answer_is_found_if_the_template_rewrites_the_history_or_adds_thoughts(
     template: str, opening: str
 ) -> None:
     history = [user("a"), assistant("<think>m</think>x"), user("c")]
@@ -307,7 +307,7 @@ ASKED = [user("a"), assistant("b"), user("c")]
     ids=["longer rejected", "longer chosen", "other questions", "same history", "other history"],
 )
 @pytest.mark.parametrize("column", [True, False], ids=["prompt column", "prompt inside"])
-def test_only_assistant_turns_are_scored_if_chats_differ_by_an_exchange(
+def test_only_assistant_turns_are_scored_if_one_chat_has_an_additional_exchange(
     chosen: Rows, rejected: Rows, expected: tuple[str, str], column: bool
 ) -> None:
     row = {"chosen": chosen, "rejected": rejected}
@@ -321,7 +321,7 @@ def test_only_assistant_turns_are_scored_if_chats_differ_by_an_exchange(
 @pytest.mark.parametrize(
     "prompt", ["", "\n\nHuman: a\n\nAssistant:"], ids=["prompt inside", "prompt column"]
 )
-def test_only_assistant_turns_are_scored_if_transcripts_differ_by_an_exchange(
+def test_only_assistant_turns_are_scored_if_one_transcript_has_an_additional_exchange(
     prompt: str,
 ) -> None:
     whole = {"chosen": f"{TURNS} no", "rejected": "\n\nHuman: a\n\nAssistant: ok"}
@@ -344,7 +344,7 @@ def test_pair_is_dropped_if_truncation_removes_one_answer() -> None:
     assert len(chat(rows, needs_prompt=True, max_len=16)) == 1
 
 
-def test_hash_of_pairs_without_an_exchange_matches_earlier_releases() -> None:
+def test_hash_of_pairs_without_an_additional_exchange_matches_earlier_releases() -> None:
     rows = chat(
         [{"chosen": [user("a"), assistant("ok")], "rejected": [user("a"), assistant("no")]}],
         needs_prompt=True,
@@ -410,7 +410,7 @@ def test_error_for_a_missing_column_names_its_flag_and_the_available_columns(fla
         pairs([{"chosen": "a", "rejected": "b"}], **{flag: "text"})
 
 
-def test_error_for_a_malformed_pair_names_file_row_and_column(tmp_path: Path) -> None:
+def test_error_for_a_malformed_pair_names_the_file_the_row_and_the_column(tmp_path: Path) -> None:
     path = tmp_path / "pairs.jsonl"
     path.write_text(json_lines([{"chosen": "a", "rejected": value} for value in ("b", "c", None)]))
     rows = load_datasets(str(path), split="train", max_samples=10, seed=0)
@@ -418,7 +418,7 @@ def test_error_for_a_malformed_pair_names_file_row_and_column(tmp_path: Path) ->
         PreferenceDataset(rows, build_tokenizer(), PreferenceDataConfig(max_len=64))
 
 
-def test_error_for_messages_without_a_template_or_strings_with_one_names_the_flag() -> None:
+def test_error_for_messages_without_a_template_or_strings_with_a_template_names_the_flag() -> None:
     messages = [user("a"), assistant("b")]
     with pytest.raises(DataError, match=r"column 'chosen': is a list.*--data\.apply_chat_template"):
         pairs([{"chosen": messages, "rejected": messages}])
@@ -428,7 +428,7 @@ def test_error_for_messages_without_a_template_or_strings_with_one_names_the_fla
         chat([{"chosen": "a", "rejected": "b"}])
 
 
-def test_error_for_a_malformed_message_names_row_and_message() -> None:
+def test_error_for_a_malformed_message_names_the_row_and_the_message() -> None:
     bad = [{"speaker": "human", "value": "a"}]
     with pytest.raises(DataError, match=r"row 1, column 'chosen': message 0 needs 'role'"):
         chat([{"chosen": bad, "rejected": bad}])
@@ -471,19 +471,19 @@ def check_harmless(data_dir: Path, count: int, tokenizer: PreTrainedTokenizerBas
         assert tokenizer.decode(pair.rejected) == rejected + end
 
 
-def test_slice_of_hh_rlhf(data_dir: Path) -> None:
+def test_slice_of_hh_rlhf_is_read_and_tokenized_unchanged(data_dir: Path) -> None:
     check_harmless(data_dir, 100, ByT5Tokenizer())
 
 
 @pytest.mark.verify
-def test_all_of_hh_rlhf(data_dir: Path) -> None:
+def test_all_of_hh_rlhf_is_read_and_tokenized_unchanged(data_dir: Path) -> None:
     check_harmless(data_dir, 2312, ByT5Tokenizer())
 
 
 @pytest.mark.parametrize(
     ("labels", "found"), [([1, 1], [False]), ([False, False], [False]), (["true", "0"], [])]
 )
-def test_labels_with_a_single_value_produce_a_notice(labels: list[Any], found: list[bool]) -> None:
+def test_labels_that_are_all_equal_produce_a_notice(labels: list[Any], found: list[bool]) -> None:
     rows = [{"input": "a", "output": "ok", "label": label} for label in labels]
     labelled = LabelledDataset(
         Dataset.from_list(rows), build_tokenizer(), KTODataConfig(max_len=64, output_key="output")

@@ -64,17 +64,17 @@ def words(
     [
         (build_tokenizer(), "Two  spaces,\n\na line break and CAPITALS."),
         (ByT5Tokenizer(), "Größe 数学 🙂\n"),
-        (words("two", "words"), "two   words\n"),  # runs of whitespace become one space
+        (words("two", "words"), "two   words\n"),  # each run of whitespace becomes one space
         (
             words("do", "n't", ".", splits=pre_tokenizers.Split("n't", "isolated")),
             "don't",
-        ),  # decoding adds a space
-        # The same text in a different Unicode form.
+        ),  # decoding inserts a space
+        # The decoded text has a different Unicode form.
         (words("fi", normalizer=normalizers.NFKC()), "ﬁ"),
         (words("a", "b"), "a<eos>b"),
     ],
 )
-def test_changed_white_space_and_unicode_forms_do_not_count_as_lost_text(
+def test_changed_whitespace_and_unicode_forms_do_not_count_as_lost_text(
     tokenizer: PreTrainedTokenizerBase, text: str
 ) -> None:
     assert round_trip(tokenizer, [text]) == []
@@ -88,7 +88,7 @@ def test_changed_white_space_and_unicode_forms_do_not_count_as_lost_text(
         (words("a"), "a lot of unknown words", "a <unk>"),
     ],
 )
-def test_error_for_lost_text_shows_the_text_before_and_after(
+def test_error_for_lost_text_shows_the_text_before_and_after_decoding(
     tokenizer: PreTrainedTokenizerBase, text: str, back: str
 ) -> None:
     with pytest.raises(DataError) as caught:
@@ -100,8 +100,8 @@ def test_error_for_lost_text_shows_the_text_before_and_after(
     )
 
 
-def test_prompts_decoded_with_different_white_space_produce_a_notice() -> None:
-    """Queries are decoded from tokens, so `query[len(prompt):]` would cut into the response."""
+def test_prompts_decoded_with_different_whitespace_produce_a_notice() -> None:
+    """Queries are decoded from tokens, so `query[len(prompt):]` would cut off response text."""
     said = str(*round_trip(words("two", "words"), ["two   words\n"], prompts=True))
     assert r"'two   words\n' decodes to 'two words'" in said and "query[len(prompt):]" in said
     assert round_trip(words("two", "words"), ["two words"], prompts=True) == []
@@ -116,7 +116,7 @@ def test_a_few_unknown_tokens_or_lost_capitals_produce_a_notice() -> None:
     assert "'TWO' decodes to 'two'" in said and "cannot distinguish case" in said
 
 
-def test_texts_are_collected_from_strings_and_message_contents() -> None:
+def test_texts_are_collected_from_strings_and_message_content() -> None:
     chats = [[{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}]] * 2
     rows = Dataset.from_dict({"chat": chats, "text": ["c", None], "number": [1, 2]})
     assert texts_of(rows, ["chat", "text", "number", "missing"]) == ["a", "b", "a", "b", "c"]
@@ -179,7 +179,7 @@ def test_prompt_format_that_differs_from_training_produces_a_notice(
     assert sentence.startswith("--actor.model_name_or_path m was") and said in sentence
 
 
-def test_same_format_or_rows_that_contain_the_template_produce_no_notice() -> None:
+def test_matching_prompt_format_or_rows_that_contain_the_template_produce_no_notice() -> None:
     assert compare_formats("m", None, of(NOTHING), ["x"]) == []
     assert of(BARE) == of(NOTHING)
     for flags, template in ((QUESTION, None), (NOTHING, None), (CHAT, PLAIN_CHAT)):
@@ -221,7 +221,7 @@ def test_chat_template_whose_end_token_does_not_stop_generation_produces_a_notic
 
 
 def test_rows_that_begin_with_the_template_text_are_reported() -> None:
-    """`batch_inference` wrote these complete prompts, so a default template would apply twice."""
+    """`batch_inference` writes complete prompts, so a default template would be applied twice."""
     used = TextFormat(input_template="User: {}\nAssistant: ")
     sentence = str(*filled_already(used, ["User: 1+1=\nAssistant: ", "2"]))
     assert "'User:'" in sentence and "--data.input_template {}" in sentence

@@ -38,7 +38,7 @@ def ask(
 ) -> list[list[str] | str]:
     """Return the result of `load_datasets` for each (spec, split).
 
-    The Hub contains the dataset `me/tiny` with these files.
+    The fake Hub contains the dataset `me/tiny` with the given files.
     """
     with hub("me/tiny", files) as address:
         environment = os.environ | {"HF_ENDPOINT": address, "HF_HOME": str(home)}
@@ -59,7 +59,9 @@ def lines(*names: str) -> bytes:
     return json_lines([{"input": name} for name in names]).encode()
 
 
-def test_hub_dataset_is_loaded_by_split_and_errors_name_dataset_and_split(tmp_path: Path) -> None:
+def test_hub_dataset_is_loaded_by_split_and_errors_name_the_dataset_and_the_split(
+    tmp_path: Path,
+) -> None:
     files = {"train.jsonl": lines("a", "b"), "test.jsonl": lines("c")}
     questions = [
         ("me/tiny", "train"),

@@ -50,7 +50,7 @@ SHAREGPT = [{"from": "human", "value": "q"}, {"from": "gpt", "value": "ok"}]
 
 
 def config(task: str, **given: Any) -> Any:
-    """Return a task's config, with these flags set by the user."""
+    """Return a task's config in which the user has set the given flags."""
     paths = {f"data.{flag}": value for flag, value in given.items()}
     return amend(ROOTS[task](), {"data.max_len": 64, "given": paths, **paths})
 
@@ -58,7 +58,7 @@ def config(task: str, **given: Any) -> Any:
 def recognised(
     row: dict[str, Any], task: str, capsys: pytest.CaptureFixture[str], **given: Any
 ) -> tuple[Any, str]:
-    """Return the `data` section detected for a dataset with this row, and the notice's flags."""
+    """Return the `data` section detected for a one-row dataset, and the flags in the notice."""
     data = recognise(Dataset.from_list([row]), config(task, **given))
     return data, (
         re.findall(r"layout: (--data\..*)\. .*--data\.layout columns", capsys.readouterr().err)
@@ -174,7 +174,7 @@ def test_supervised_layouts_are_detected_and_read(
         else "User: q\nAssistant: ok <|end|>"
     )
     assert "".join(tokenizer.convert_ids_to_tokens(tokens)) == text
-    # Labelled answers have the same tokens.
+    # KTO rows with the same texts have the same tokens.
     labelled = {**row, "label": 1}
     data, _ = recognised(labelled, "kto", capsys)
     assert LabelledDataset(Dataset.from_list([labelled]), tokenizer, data)[0].tokens == tokens
@@ -292,7 +292,7 @@ NOT_READ = "The column 'prompt' is not read"
 def test_prompt_column_is_used_if_only_some_answers_contain_the_prompt(
     first: int, task: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """Either row may be the one whose answers contain the prompt."""
+    """The row whose answers contain the prompt may come first or second."""
     rows = [{"prompt": "2+2", "chosen": "4", "rejected": "5"}, GREETING]
     data = recognise(Dataset.from_list([rows[first], rows[1 - first]]), config(task))
     assert data.prompt_key == "prompt" and NOT_READ not in capsys.readouterr().err
@@ -328,7 +328,7 @@ def test_prompt_column_is_used_if_only_some_answers_contain_the_prompt(
         {"prompt": [Q, A, Q], "chosen": [Q, A, Q, A], "rejected": [Q, A, Q, B]},
     ],
 )
-def test_prompt_column_that_the_answers_repeat_is_ignored_with_a_notice(
+def test_prompt_column_whose_text_the_answers_repeat_is_ignored_with_a_notice(
     row: dict[str, Any], task: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
     data = recognise(Dataset.from_list([row] * 3), config(task))
@@ -377,7 +377,7 @@ def test_tied_comparisons_are_dropped_and_counted(capsys: pytest.CaptureFixture[
 
 
 @pytest.mark.parametrize("winner", ["A", "model_a_v2", "model_c", "", 1, None])
-def test_unknown_winner_raises_error(winner: Any, capsys: pytest.CaptureFixture[str]) -> None:
+def test_unknown_winner_raises_an_error(winner: Any, capsys: pytest.CaptureFixture[str]) -> None:
     sides = {"conversation_a": [Q, B], "conversation_b": [Q, A]}
     data, _ = recognised({"winner": "model_a", **sides}, "rm", capsys)
     rows = Dataset.from_list([{"winner": winner, **sides}])
@@ -386,7 +386,7 @@ def test_unknown_winner_raises_error(winner: Any, capsys: pytest.CaptureFixture[
 
 
 @pytest.mark.parametrize("score", [math.nan, math.inf])
-def test_non_finite_score_raises_error(score: float, capsys: pytest.CaptureFixture[str]) -> None:
+def test_nonfinite_score_raises_an_error(score: float, capsys: pytest.CaptureFixture[str]) -> None:
     row = next(row for row, _ in PAIRS if "score_0" in row)
     data, _ = recognised(row, "rm", capsys)
     rows = Dataset.from_list([{**row, "score_1": score}])
@@ -425,7 +425,7 @@ def test_layout_can_be_set_explicitly_or_detection_disabled(
         recognised(row, "sft", capsys, layout="alpaca", input_key="messages")
 
 
-def test_layouts_that_a_command_cannot_read_are_not_detected(
+def test_layouts_unsupported_by_a_command_are_not_detected(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
     for task, row in (
@@ -439,7 +439,7 @@ def test_layouts_that_a_command_cannot_read_are_not_detected(
     assert pretraining.derived_values()["data.layout"] == "columns"
 
 
-def test_layout_resets_a_default_column_that_it_does_not_use(
+def test_layout_resets_default_columns_that_it_does_not_use(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
     data, _ = recognised({"messages": [Q, A]}, "kd", capsys)

@@ -85,7 +85,7 @@ def test_rows_of_a_single_file_are_returned_for_any_split(write: Write, tmp_path
     assert inputs(load(str(tmp_path / "held_out.jsonl"), split="test")) == ["a", "b", "c"]
 
 
-def test_folder_of_files_is_read_by_split_names(write: Write, tmp_path: Path) -> None:
+def test_files_in_a_folder_are_selected_by_split_name(write: Write, tmp_path: Path) -> None:
     write("data/train.jsonl", json_lines(ROWS))
     write("data/test.jsonl", json_lines(ROWS[:1]))
     assert len(load(str(tmp_path / "data"))) == 3
@@ -142,7 +142,7 @@ def test_max_samples_limits_each_dataset_and_the_blend(two_files: str) -> None:
     ]
 
 
-def test_blend_with_probabilities_draws_every_row_at_least_once_in_file_order(
+def test_blend_with_probabilities_draws_every_row_at_least_once_and_in_file_order(
     two_files: str,
 ) -> None:
     names = inputs(load(two_files, probs="0.5,0.5"))
@@ -189,7 +189,7 @@ def test_probabilities_are_normalized_to_sum_to_one(two_files: str, write: Write
     assert {*names} > {"z", "x59", "y19"}
 
 
-def test_rows_drawn_several_times_on_average_are_reported(
+def test_rows_that_are_drawn_several_times_on_average_are_reported(
     two_files: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
     rows = load(two_files, probs="0.5,0.5")
@@ -254,7 +254,7 @@ def test_error_names_the_missing_file(tmp_path: Path) -> None:
         load(str(tmp_path / "none.jsonl"))
 
 
-def test_error_for_an_unreachable_hub_name_says_it_is_not_a_local_file() -> None:
+def test_error_for_an_unreachable_hub_repository_says_that_it_is_not_a_local_file() -> None:
     with pytest.raises(
         DataError,
         match=r"nobody/nothing could not be loaded from the hub \(no file or folder",
@@ -277,18 +277,18 @@ def test_error_for_an_unknown_file_format_lists_the_supported_formats(write: Wri
     ("name", "text"),
     [("x.jsonl", ""), ("x.jsonl", "\n\n"), ("x.json", "[]"), ("x.csv", "input,label\n")],
 )
-def test_file_without_rows_raises_error(name: str, text: str, write: Write) -> None:
+def test_file_without_rows_raises_an_error(name: str, text: str, write: Write) -> None:
     with pytest.raises(DataError, match=rf"{name} has no rows"):
         load(write(name, text))
 
 
-def test_empty_folder_raises_error(tmp_path: Path) -> None:
+def test_empty_folder_raises_an_error(tmp_path: Path) -> None:
     (tmp_path / "data").mkdir()
     with pytest.raises(DataError, match=r"could not be read.*data"):
         load(str(tmp_path / "data"))
 
 
-def test_saved_dataset_without_rows_raises_error(tmp_path: Path) -> None:
+def test_saved_dataset_without_rows_raises_an_error(tmp_path: Path) -> None:
     Dataset.from_dict({"input": []}).save_to_disk(tmp_path / "saved")
     with pytest.raises(DataError, match="saved has no rows"):
         load(str(tmp_path / "saved"))
@@ -330,7 +330,7 @@ def test_error_for_a_malformed_file_names_the_line(
         load(write(name, text))
 
 
-def test_uncompressed_file_with_gz_extension_raises_error(tmp_path: Path) -> None:
+def test_uncompressed_file_with_a_gz_extension_raises_an_error(tmp_path: Path) -> None:
     path = tmp_path / "x.jsonl.gz"
     path.write_text('{"a": 1}\n')
     with pytest.raises(DataError, match="Not a gzipped file"):
@@ -361,7 +361,9 @@ def test_error_for_a_file_that_is_not_utf8_names_the_line(
         load(str(path))
 
 
-def test_error_for_saved_text_that_is_not_utf8_names_dataset_and_row(tmp_path: Path) -> None:
+def test_error_for_saved_text_that_is_not_utf8_names_the_dataset_and_the_row(
+    tmp_path: Path,
+) -> None:
     broken = pa.array([b"x", b"\xff"]).view(pa.string())
     Dataset(pa.table({"a": broken})).save_to_disk(tmp_path / "saved")
     rows = load(str(tmp_path / "saved"))

@@ -35,7 +35,7 @@ TEMPLATES = {
 
 CHAT: dict[str, Any] = {"apply_chat_template": True, "max_len": 200}
 TOOLS = [{"name": "add"}]
-# The text happens to contain the tool's name.
+# The user's text contains the tool's name by chance.
 ASKED = {"role": "user", "content": "please add 1 and 2"}
 CALLED = {
     "role": "assistant",
@@ -79,7 +79,7 @@ def notices(capsys: pytest.CaptureFixture[str]) -> list[str]:
 
 @pytest.mark.parametrize("template", TEMPLATES)
 @pytest.mark.parametrize("kind", KINDS)
-def test_tools_that_the_template_omits_are_reported_once_with_the_first_row(
+def test_tools_omitted_by_the_template_are_reported_once_with_the_first_row(
     kind: str, template: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
     row, read = KINDS[kind]
@@ -127,7 +127,7 @@ def shown(rows: SFTDataset, tokenizer: PreTrainedTokenizerBase) -> str:
     return "".join(tokenizer.convert_ids_to_tokens(kept))
 
 
-def test_turn_whose_tool_calls_the_template_omits_is_not_a_target_but_a_rendered_one_is() -> None:
+def test_turn_is_a_target_only_if_the_template_renders_its_tool_calls() -> None:
     for template in (PLAIN_CHAT, DEFINITIONS + PLAIN_CHAT, MARKED_CHAT):
         assert learned(template, WHOLE, multiturn=True) == ["three"]
         assert learned(template, [*WHOLE, ASKED, CALLED], multiturn=True) == ["three"]
@@ -164,7 +164,7 @@ def test_row_is_dropped_and_reported_if_the_template_omits_its_only_answer(
 
 
 @pytest.mark.parametrize("side", ["chosen", "rejected"])
-def test_pair_is_dropped_if_the_template_omits_the_tool_calls_that_make_up_an_answer(
+def test_pair_is_dropped_if_an_answer_consists_only_of_omitted_tool_calls(
     side: str,
 ) -> None:
     pair = {"chosen": [ASKED, ANSWERED], "rejected": [ASKED, ANSWERED], side: [ASKED, CALLED]}
@@ -180,7 +180,7 @@ def test_pair_is_dropped_if_the_template_omits_the_tool_calls_that_make_up_an_an
             assert len(rows) == kept
 
 
-def test_multi_message_response_is_trained_on_without_the_tool_calls_the_template_omits() -> None:
+def test_multi_message_response_is_trained_on_without_omitted_tool_calls() -> None:
     tokenizer = build_tokenizer(PLAIN_CHAT, eos="<|end|>")
     row = {"input": [ASKED], "output": WHOLE[1:]}
     rows = SFTDataset(

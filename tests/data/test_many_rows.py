@@ -59,7 +59,7 @@ def test_command_terminated_during_tokenization_exits_cleanly(
         time.sleep(0.05)
     family = descendants(command.pid)
     if number == signal.SIGINT:
-        os.killpg(command.pid, number)  # signal the whole group, as a terminal does for Ctrl-C
+        os.killpg(command.pid, number)  # signal the process group, as Ctrl-C does
     else:
         command.send_signal(number)
     _, errors = command.communicate(timeout=120)

@@ -25,7 +25,7 @@ def dataset(
     )
 
 
-def test_plain_prompt_is_put_into_the_input_template() -> None:
+def test_plain_prompt_is_inserted_into_the_input_template() -> None:
     row = dataset([{"input": "a"}], input_template="Q{}:")[0]
     assert (row.text, row.tokens) == ("Qa:", [58, 74, 35])
 
@@ -37,7 +37,7 @@ def test_chat_prompt_ends_with_the_generation_prompt() -> None:
         assert row.tokens == [3, 74, 5, 8, 4]
 
 
-def test_label_data_source_and_images_have_defaults_without_columns() -> None:
+def test_label_data_source_and_images_have_defaults_if_their_columns_are_missing() -> None:
     row = dataset([{"input": "a"}])[0]
     assert (row.label, row.datasource, row.images) == ("", "default", None)
 
@@ -48,7 +48,7 @@ def test_datasource_and_images_are_read_from_their_columns() -> None:
     assert (row[1].datasource, row[1].images) == ("default", None)
 
 
-def test_prompt_of_a_conversation_ends_with_the_last_non_assistant_turn(
+def test_prompt_of_a_conversation_ends_with_the_last_turn_not_from_the_assistant(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
     def said(role: str) -> dict[str, str]:
@@ -88,7 +88,7 @@ def test_labels_of_mixed_types_in_one_column_are_unchanged(write: Any) -> None:
     labels = [
         "x = 42",
         *LABELS[1:],
-    ]  # the datasets library would parse a string that is itself JSON
+    ]  # includes a JSON string, which the datasets library would parse
     path = write("prompts.jsonl", json_lines([{"input": "a", "label": label} for label in labels]))
     rows = load_datasets(path, split="train", max_samples=10, seed=0)
     prompts = PromptDataset(rows, build_tokenizer(), RLDataConfig(label_key="label"))

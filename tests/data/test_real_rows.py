@@ -38,7 +38,7 @@ AMOUNTS = pytest.mark.parametrize("count", [SLICE, pytest.param(ALL, marks=pytes
 
 @dataclass(frozen=True, kw_only=True)
 class Source:
-    """The rows of a file, both as loaded by the package and as parsed by `json`."""
+    """A file's rows, both as loaded by the package and as parsed by `json`."""
 
     rows: Dataset
     lines: list[dict[str, Any]]
@@ -70,7 +70,7 @@ def spelled(tokens: list[int]) -> str:
 
 
 def section(root: Any, rows: Dataset, **given: Any) -> Any:
-    """Return the data section after layout detection, as a command would."""
+    """Return the data section that a command would use after layout detection."""
     paths = {f"data.{flag}": value for flag, value in given.items()}
     return recognise(rows, amend(root(), {"data.max_len": MAX_LEN, "given": paths, **paths}))
 
@@ -91,7 +91,9 @@ def unequal(source: Source) -> list[dict[str, Any]]:
 
 
 @AMOUNTS
-def test_hh_rlhf_as_reward_model_and_dpo_pairs(count: int, read: Callable[..., Source]) -> None:
+def test_hh_rlhf_is_read_as_reward_model_and_dpo_pairs(
+    count: int, read: Callable[..., Source]
+) -> None:
     source = read(HH, count)
     lines = unequal(source)
     whole = PreferenceDataset(source.rows, TOKENIZER, section(RMConfig, source.rows))
@@ -111,7 +113,7 @@ def test_hh_rlhf_as_reward_model_and_dpo_pairs(count: int, read: Callable[..., S
 
 
 @AMOUNTS
-def test_hh_rlhf_as_labelled_answers(count: int, read: Callable[..., Source]) -> None:
+def test_hh_rlhf_is_read_as_labelled_answers(count: int, read: Callable[..., Source]) -> None:
     source = read(HH, count)
     pairs = PreferenceDataset(
         source.rows, TOKENIZER, section(KTOConfig, source.rows), needs_prompt=True
@@ -124,7 +126,7 @@ def test_hh_rlhf_as_labelled_answers(count: int, read: Callable[..., Source]) ->
 
 
 @AMOUNTS
-def test_hh_rlhf_as_conversations(count: int, read: Callable[..., Source]) -> None:
+def test_hh_rlhf_is_read_as_conversations(count: int, read: Callable[..., Source]) -> None:
     source = read(HH, count)
     flags = {"input_key": "chosen", "apply_chat_template": True, "multiturn": True}
     rows = SFTDataset(source.rows, TOKENIZER, section(SFTConfig, source.rows, **flags))
@@ -141,7 +143,7 @@ def test_hh_rlhf_as_conversations(count: int, read: Callable[..., Source]) -> No
 
 
 @AMOUNTS
-def test_detected_prompts_and_answers_of_gsm8k(count: int, read: Callable[..., Source]) -> None:
+def test_prompts_and_answers_of_gsm8k_are_detected(count: int, read: Callable[..., Source]) -> None:
     source = read("gsm8k/train.jsonl", count)
     rows = SFTDataset(source.rows, TOKENIZER, section(SFTConfig, source.rows))
     prompts = PromptDataset(
@@ -168,7 +170,9 @@ def steps_example() -> Any:
 
 
 @AMOUNTS
-def test_gsm8k_solution_steps_as_process_reward_model_rows(count: int, data_dir: Path) -> None:
+def test_gsm8k_solution_steps_are_read_as_process_reward_model_rows(
+    count: int, data_dir: Path
+) -> None:
     lines = (data_dir / "gsm8k/example_model_solutions.jsonl").read_text().splitlines()[:count]
     made = list(steps_example().rows(lines, "<think>"))
     assert len(made) == 4 * len(lines)
@@ -206,7 +210,9 @@ def test_gsm8k_solution_steps_as_process_reward_model_rows(count: int, data_dir:
         ("So it is 4.", None),
     ],
 )
-def test_step_is_correct_if_its_calculations_are(step: str, label: str | None) -> None:
+def test_step_is_labelled_correct_if_its_calculations_are_correct(
+    step: str, label: str | None
+) -> None:
     assert steps_example().label(step) == label
 
 

@@ -59,7 +59,7 @@ def assistant(content: str) -> dict[str, Any]:
 # ---- plain text
 
 
-def test_token_ids_of_a_plain_text_prompt_and_response() -> None:
+def test_plain_text_prompt_and_response_are_encoded_to_the_expected_token_ids() -> None:
     row = dataset([{"input": "Q", "output": "ok"}], output_key="output", input_template="{}:")[0]
     #                    Q   :  ok       <eos>
     assert row.tokens == [58, 35, 106, 9, 1]
@@ -67,7 +67,7 @@ def test_token_ids_of_a_plain_text_prompt_and_response() -> None:
 
 
 def test_error_counts_malformed_rows_and_lists_the_first_ones() -> None:
-    """The prompt is checked before the answer."""
+    """A row's prompt is checked before its answer."""
     rows = [{"input": "Q", "output": "ok" if place % 3 else None} for place in range(21)]
     with pytest.raises(DataError) as told:
         dataset(rows, output_key="output")
@@ -93,7 +93,7 @@ def test_eos_token_is_not_doubled() -> None:
     assert show(row) == ["Q:", "[ok<eos>]"]
 
 
-def test_first_response_token_is_a_target_if_it_merges_with_the_prompts_last_space() -> None:
+def test_first_response_token_is_a_target_if_merged_with_the_last_space_of_the_prompt() -> None:
     row = dataset(
         [{"input": "a", "output": "bee"}], output_key="output", input_template="A: {}\nB: "
     )[0]
@@ -150,7 +150,7 @@ def test_single_token_pretraining_text_is_dropped() -> None:
 # ---- chat messages
 
 
-def test_token_ids_of_a_chat() -> None:
+def test_chat_is_encoded_to_the_expected_token_ids() -> None:
     row = dataset(
         [{"input": [user("a"), assistant("ok")]}],
         build_tokenizer(PLAIN_CHAT),
@@ -205,9 +205,9 @@ ANSWERS = [assistant("one"), user("two"), assistant("three")]
 def test_output_column_with_several_messages_is_the_response(
     template: str, multiturn: bool, learned: list[str]
 ) -> None:
-    """By default, the whole column is a target.
+    """By default, the entire output column is a target.
 
-    With --data.multiturn, or if the template marks it, only the assistant's text is a target.
+    With --data.multiturn, or if the template marks targets, only the assistant's text is a target.
     """
     rows = [{"p": [user("a")], "r": ANSWERS}]
     tokenizer = build_tokenizer(template, eos="<|end|>")
@@ -241,7 +241,7 @@ def test_first_response_token_is_a_target_if_the_template_ends_in_a_space() -> N
 TWO_TURNS = [user("a"), assistant("ok"), user("c"), assistant("no")]
 
 
-def test_multiturn_targets_are_every_answer_and_its_end_of_turn_token() -> None:
+def test_multiturn_targets_are_all_answers_and_their_end_of_turn_tokens() -> None:
     tokenizer = build_tokenizer(PLAIN_CHAT, eos="<|end|>")
     row = dataset([{"input": TWO_TURNS}], tokenizer, apply_chat_template=True, multiturn=True)[0]
     assert show(row) == [
@@ -260,7 +260,7 @@ def test_multiturn_is_rejected_for_plain_text() -> None:
         dataset([{"input": "a", "output": "ok"}], output_key="output", multiturn=True)
 
 
-def test_without_multiturn_only_the_last_answer_is_a_target() -> None:
+def test_only_the_last_answer_is_a_target_without_multiturn() -> None:
     for template in (PLAIN_CHAT, MARKED_CHAT):
         row = dataset(
             [{"input": TWO_TURNS}],
@@ -270,7 +270,7 @@ def test_without_multiturn_only_the_last_answer_is_a_target() -> None:
         assert show(row)[1:] == ["[no<|end|>]"]
 
 
-def test_multiturn_with_an_output_column_appends_it_as_the_last_answer() -> None:
+def test_output_column_is_appended_as_the_last_answer_with_multiturn() -> None:
     tokenizer = build_tokenizer(PLAIN_CHAT, eos="<|end|>")
     split = {"q": TWO_TURNS[:-1], "r": "no"}
     together = dataset(
@@ -302,7 +302,7 @@ def test_eos_token_is_a_target_even_if_the_template_does_not_mark_it() -> None:
     assert show(row) == ["<|user|>a<|end|>\n<|assistant|>", "[ok<|end|>]"]
 
 
-def test_answers_rewritten_by_the_template_are_not_targets_and_are_counted() -> None:
+def test_answers_rewritten_by_the_template_are_counted_and_not_used_as_targets() -> None:
     tokenizer = build_tokenizer(FORGETFUL_CHAT, eos="<|end|>")
     messages = [
         user("a"),
@@ -424,14 +424,14 @@ def test_all_sharegpt_speakers_are_mapped_to_roles() -> None:
     ]
 
 
-def test_template_gets_call_arguments_as_objects_without_nulls_added_by_arrow() -> None:
+def test_template_gets_call_arguments_as_objects_without_the_nulls_added_by_arrow() -> None:
     template = (
         "{% for m in messages %}{{ m.role }}{{ m.tool_calls | tojson if m.tool_calls }}{% endfor %}"
     )
     texts, objects = (
         ['{"x": 1}', "", None],
         [{"x": 1}, {"y": 2}],
-    )  # Arrow adds each object's fields to the other, as in parquet files
+    )  # Arrow adds missing fields as nulls to both objects, as in Parquet files
     for arguments, expected in (
         (texts, ['{"x": 1}', "{}", "{}"]),
         (objects, ['{"x": 1}', '{"y": 2}']),
@@ -444,7 +444,7 @@ def test_template_gets_call_arguments_as_objects_without_nulls_added_by_arrow() 
         ] == expected
 
 
-def test_calls_with_top_level_name_and_arguments_are_unchanged() -> None:
+def test_tool_calls_with_top_level_name_and_arguments_are_unchanged() -> None:
     template = (
         "{% for m in messages %}{{ m.role }}{{ m.tool_calls | tojson if m.tool_calls }}{% endfor %}"
     )
@@ -518,7 +518,7 @@ def test_error_for_a_missing_answer_column_names_the_columns_and_the_flag() -> N
         dataset([{"input": "a", "reply": "b"}])
 
 
-def test_error_for_pairs_in_sft_names_the_answer_column_and_the_dpo_command() -> None:
+def test_sft_error_for_preference_pairs_names_the_answer_column_and_the_dpo_command() -> None:
     pair = {"prompt": "a", "chosen": "b", "rejected": "c"}
     with pytest.raises(
         DataError, match=r"'prompt', 'chosen', 'rejected'.*--data\.output_key chosen.*openrlhf dpo"
@@ -557,7 +557,7 @@ def test_error_for_rows_nested_under_a_json_key_suggests_a_separate_file(
         SFTDataset(rows, build_tokenizer(), SFTDataConfig(max_len=64, output_key="output"))
 
 
-def test_error_for_a_malformed_row_names_dataset_row_and_column(tmp_path: Any) -> None:
+def test_error_for_a_malformed_row_names_the_dataset_the_row_and_the_column(tmp_path: Any) -> None:
     path = tmp_path / "rows.jsonl"
     path.write_text(
         "".join(json.dumps({"input": "a", "output": value}) + "\n" for value in ("x", "y", None))
@@ -574,7 +574,7 @@ def test_error_for_chat_messages_without_a_template_names_the_missing_flag() -> 
         dataset([{"input": TWO_TURNS}], output_key="input")
 
 
-def test_error_for_a_malformed_message_names_row_and_message() -> None:
+def test_error_for_a_malformed_message_names_the_row_and_the_message() -> None:
     rows = [{"input": [{"speaker": "human", "value": "a"}]}]
     with pytest.raises(
         DataError, match=r"row 1, column 'input': message 0 needs 'role'.*--data\.input_key"
@@ -612,7 +612,7 @@ def test_rows_do_not_depend_on_the_number_of_processes(monkeypatch: pytest.Monke
     )
 
 
-def test_gsm8k_as_chat_messages() -> None:
+def test_gsm8k_is_read_as_chat_messages() -> None:
     lines = [json.loads(line) for line in gsm8k().read_text().splitlines()[:200]]
     rows = [{"messages": [user(line["question"]), assistant(line["answer"])]} for line in lines]
     tokenizer = build_tokenizer(PLAIN_CHAT, eos="<|end|>")

@@ -32,7 +32,7 @@ def test_two_processes_prepare_rows_once_and_get_the_same_rows(
     assert [report["mapped"] for report in reports] == [
         True,
         True,
-    ]  # rows are memory-mapped pages, not copies
+    ]  # rows are read from memory-mapped pages, not copied
     assert list(temporary.glob("openrlhf-rows-*")) == []
 
 
@@ -49,7 +49,7 @@ def test_broken_row_raises_the_same_error_in_both_processes_and_leaves_no_files(
 def test_waiting_process_takes_over_if_the_preparing_process_is_killed(
     temporary: Path, tmp_path: Path
 ) -> None:
-    """The waiting process prepares the rows, then exits because its peer died."""
+    """The waiting process prepares the rows, then exits because the other process died."""
     with pytest.raises(AssertionError, match="ended with"):
         run_ranks(2, "tests.data.shared_rows_job", str(tmp_path), "killed", timeout=300)
     assert len(list(tmp_path.glob("killed-*"))) == 2

@@ -1,4 +1,4 @@
-"""Templates, which leave texts unchanged and in which each answer's tokens are located exactly."""
+"""Templates keep texts unchanged, and the tokens of each answer are located exactly."""
 
 from __future__ import annotations
 
@@ -61,7 +61,7 @@ TWO_TURNS = [user("a"), assistant("ok"), user("c"), assistant("no")]
         ('{{"question": "{}"}}', "x", '{"question": "x"}'),
     ],
 )
-def test_input_template_accepts_any_text_and_any_braces(
+def test_input_template_accepts_arbitrary_text_and_braces(
     template: str | None, text: str, filled: str
 ) -> None:
     assert fill_template(template, text) == filled
@@ -79,11 +79,11 @@ def test_null_message_fields_are_removed() -> None:
     assert to_messages([{"role": "user", "content": "a", "tool_calls": None}]) == [user("a")]
 
 
-def test_text_parts_of_a_content_are_joined() -> None:
+def test_text_parts_of_message_content_are_joined() -> None:
     parts = [
         {"type": "text", "text": "2+", "image": None},
         {"type": "text", "text": "3"},
-    ]  # Arrow adds this null value
+    ]  # the null value is added by Arrow
     assert to_messages([{"role": "user", "content": parts}]) == [user("2+3")]
 
 
@@ -138,7 +138,7 @@ def test_message_with_a_tool_call_may_lack_content() -> None:
         ),
     ],
 )
-def test_error_for_a_malformed_message_names_its_number_and_problem(
+def test_error_for_a_malformed_message_gives_its_index_and_the_problem(
     value: Any, complaint: str
 ) -> None:
     with pytest.raises(ValueError, match=complaint):
@@ -178,14 +178,14 @@ def test_only_the_last_turn_is_a_target_by_default() -> None:
     assert targets(MARKED_CHAT, TWO_TURNS, every_turn=False) == ["no<|end|>"]
 
 
-def test_spans_from_template_marks_match_spans_from_prefixes_except_for_the_final_newline() -> None:
+def test_spans_from_template_marks_equal_spans_from_prefixes_except_for_the_last_newline() -> None:
     unmarked = targets(PLAIN_CHAT, TWO_TURNS, every_turn=True)
     assert targets(MARKED_CHAT, TWO_TURNS, every_turn=True) == [
         turn.removesuffix("\n") for turn in unmarked
     ]
 
 
-def test_history_without_its_reasoning_is_not_a_target() -> None:
+def test_earlier_turn_whose_reasoning_was_dropped_is_not_a_target() -> None:
     messages = [
         user("a"),
         assistant("<think>hm</think>ok"),
@@ -206,7 +206,7 @@ def test_turns_without_reasoning_are_targets_if_the_template_drops_reasoning() -
     assert targets(FORGETFUL_CHAT, TWO_TURNS, every_turn=True) == ["ok<|end|>\n", "no<|end|>\n"]
 
 
-def test_turns_are_found_if_the_template_adds_a_thought_only_to_the_last_one() -> None:
+def test_turns_are_found_if_the_template_adds_a_thought_only_to_the_last_turn() -> None:
     assert targets(THINKING_CHAT, TWO_TURNS, every_turn=True) == [
         "ok<|end|>\n",
         "</think>no<|end|>\n",
@@ -234,7 +234,7 @@ def test_conversation_may_begin_with_an_assistant_turn() -> None:
     ]
 
 
-def test_template_that_changes_the_last_answer_raises_error_with_a_fix() -> None:
+def test_template_that_changes_the_last_answer_raises_an_error_with_a_suggested_fix() -> None:
     drops_all = FORGETFUL_CHAT.replace("loop.last", "false")
     drops_all = drops_all.replace("<|assistant|>{% endif", "<|assistant|><think>{% endif")
     with pytest.raises(ValueError, match=r"\{% generation %\}.*--data\.tokenizer_chat_template"):
@@ -256,11 +256,11 @@ def words_of(tokenizer: Any, text: str, span: tuple[int, int]) -> list[str]:
     ]
 
 
-def test_token_that_straddles_the_start_of_the_response_belongs_to_it() -> None:
+def test_token_that_straddles_the_start_of_the_response_belongs_to_the_response() -> None:
     assert words_of(build_tokenizer(), "A: bee", (3, 6)) == [" b", "e", "e"]
 
 
-def test_token_that_straddles_the_end_of_the_response_belongs_to_it() -> None:
+def test_token_that_straddles_the_end_of_the_response_belongs_to_the_response() -> None:
     assert words_of(build_tokenizer(), "ok\nB: x", (0, 3)) == ["ok", "\nB"]
 
 
@@ -295,11 +295,11 @@ def test_spaces_missing_from_the_offsets_do_not_shift_boundaries(
     assert words_of(byte_level, prompt + response, (len(prompt), end))[0].startswith("Ġ")
     assert (
         "Ġ" not in words_of(byte_level, "is:  yes", (5, 8))[:1]
-    )  # a token that consists only of spaces belongs to the prompt
+    )  # a token with only spaces belongs to the prompt
 
 
 @given(text=st.text(alphabet="abe \n:é漢🙂", min_size=2, max_size=20), data=st.data())
-def test_tokens_of_a_span_overlap_its_bytes(
+def test_tokens_of_a_span_are_those_that_overlap_its_bytes(
     byte_level: PreTrainedTokenizerFast, text: str, data: st.DataObject
 ) -> None:
     start = data.draw(st.integers(0, len(text) - 1))
@@ -310,7 +310,7 @@ def test_tokens_of_a_span_overlap_its_bytes(
     for place, token in enumerate(byte_level.convert_ids_to_tokens(encoded.tokens)):
         if (
             position < last and position + len(token) > first
-        ):  # each character of a byte-level token stands for one byte
+        ):  # each character of a byte-level token represents one byte
             expected.append(place)
         position += len(token)
     assert list(encoded.tokens_of((start, end))) == expected
@@ -349,7 +349,7 @@ def tokenizer_that_stops_at(folder: Path, template: str, *ends: str) -> PreTrain
 
 
 def learned(rows: SFTDataset, number: int = 0) -> tuple[str, str]:
-    """Return a row's full text and the text of its target tokens."""
+    """Return a row's full text, and the text of the row's target tokens."""
     row, names = rows[number], rows.tokenizer.convert_ids_to_tokens(rows[number].tokens)
     return "".join(names), "".join(
         name for name, target in zip(names, row.loss_mask, strict=True) if target
@@ -393,7 +393,7 @@ def test_role_marker_that_ends_a_turn_is_a_target_only_if_it_stops_generation(
 
 @pytest.mark.parametrize("template", [PLAIN_CHAT, MARKED_CHAT, ROLE_MARKED_CHAT])
 @pytest.mark.parametrize("multiturn", [True, False])
-def test_conversation_that_begins_with_an_assistant_turn_is_read_if_all_of_it_renders(
+def test_conversation_that_begins_with_an_assistant_turn_is_read_even_if_its_prefix_is_rejected(
     template: str, multiturn: bool
 ) -> None:
     messages = [{"role": "assistant", "content": "x"}, *SAID]

@@ -43,7 +43,7 @@ def test_padding_side_is_set_as_requested(saved: str, side: str) -> None:
     assert get_tokenizer(saved, padding_side=side).padding_side == side
 
 
-def test_text_longer_than_the_tokenizer_limit_gives_no_transformers_warning(
+def test_text_longer_than_the_tokenizer_limit_causes_no_transformers_warning(
     saved: str, caplog: pytest.LogCaptureFixture
 ) -> None:
     edit(saved, model_max_length=4)
@@ -67,7 +67,7 @@ def test_error_for_a_missing_folder_names_the_flag_and_the_path() -> None:
         get_tokenizer("./nowhere")
 
 
-def test_error_for_an_unreachable_hub_name_names_the_flag() -> None:
+def test_error_for_an_unreachable_hub_repository_names_the_flag() -> None:
     with pytest.raises(DataError, match=r"--actor\.model_name_or_path 'nobody/nothing'"):
         get_tokenizer("nobody/nothing", flag="--actor.model_name_or_path")
 
