@@ -1,1 +1,1 @@
-"""Rewards of an episode: functions, HTTP servers, verifiers, judges, and their weighted sums."""
+"""Episode rewards: functions, HTTP servers, verifiers, judges, and weighted sums of rewards."""

@@ -1,6 +1,6 @@
-"""Assertions about a program, checked outside the program's process.
+"""Checks assertions about a program outside the program's process.
 
-The program only computes values. The program never sees the expected values.
+The program only computes values and has no access to the expected values.
 
 An assertion can be checked this way if all it needs from the program is the values of calls with
 constant arguments:
@@ -43,7 +43,7 @@ VALUE = "__value_{}"
 
 
 class Other:
-    """A value that is not plain data: it equals no other value; only its truth value is known."""
+    """A value that is not plain data; it equals no other value, and has a known truth value."""
 
     def __init__(self, true: bool) -> None:
         self.true = true
@@ -58,13 +58,13 @@ class _NotOutside(Exception):
 
 @dataclass(frozen=True, kw_only=True)
 class Assertions:
-    """Assertions and the program's calls that they need."""
+    """Assertions, together with the calls to the program that they need."""
 
-    calls: Sequence[str]  # expressions to evaluate in the program's process, in test order
+    calls: Sequence[str]  # expressions for the program's process, in the order of the tests
     tests: Sequence[CodeType]  # expressions that use FUNCTIONS and the values of `calls`
 
     def hold(self, answer: str) -> bool:
-        """Return whether all assertions hold if `answer` has the values of `calls` as JSON."""
+        """Return whether all assertions hold, given the values of `calls` as JSON in `answer`."""
         if len(answer) > LONGEST_ANSWER:
             return False
         try:
@@ -123,7 +123,7 @@ def read_assertions(tests: str, entry: str) -> Assertions | None:
 
 
 class _Reader(ast.NodeTransformer):
-    """A reader that collects calls and tests, one statement at a time."""
+    """A visitor that collects calls and tests, one statement at a time."""
 
     def __init__(self, entry: str) -> None:
         self.entry = entry
@@ -153,7 +153,7 @@ class _Reader(ast.NodeTransformer):
                 ast.Expr(value=ast.Constant())
                 | ast.Pass()
                 | ast.Import(names=[ast.alias(name="math", asname=None)])
-                | ast.Assign(targets=[ast.Name(id="METADATA")])  # defined in HumanEval, never used
+                | ast.Assign(targets=[ast.Name(id="METADATA")])  # unused variable in HumanEval
             ):
                 pass
             case _:
@@ -211,7 +211,7 @@ def is_asked(node: ast.AST) -> bool:
     """Return whether the node calls one of the program's functions with constant arguments.
 
     Examples: `f(3)`, `f(3).lower()`, `Solution().f(x=3)`. A counterexample is
-    `f(3).startswith("a")`, which would show the program its expected value.
+    `f(3).startswith("a")`, which would pass the expected value to the program.
     """
     if not isinstance(node, ast.Call) or function_of(node) is not None:
         return False

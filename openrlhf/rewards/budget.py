@@ -23,13 +23,13 @@ class ErrorBudget:
             self.max_error_rate = 1.0
 
     def exceeded_by(self, failed: int, *, of: int) -> bool:
-        """Return whether `failed` failures out of `of` episodes exceed the limit."""
+        """Return whether the limit is exceeded if `failed` of `of` episodes failed."""
         return failed > self.max_error_rate * of
 
     def check(self, trajectories: Sequence[Trajectory], *, of: str = "episodes") -> None:
         """Raise RewardErrors with the first error if too many trajectories failed.
 
-        The message refers to the trajectories as `of`.
+        The message uses `of` as the noun for the trajectories.
         """
         failed = [trajectory.error for trajectory in trajectories if trajectory.failed]
         self.check_errors(failed, of=len(trajectories), what=f"{of} failed")

@@ -19,7 +19,7 @@ from openrlhf.isolation.sandbox import run_program
 from openrlhf.rewards.assertions import read_assertions
 
 TEST_SECONDS = 10.0  # CPU time limit of one test
-LEAST_TEST_SECONDS = 0.1  # a test is not started if less time is left
+LEAST_TEST_SECONDS = 0.1  # minimum remaining time for starting another test
 PART_OF_TIMEOUT = (
     0.8  # share of the call's timeout that all tests may use; the rest is for starting sandboxes
 )
@@ -28,8 +28,8 @@ PYTHON_BLOCKS = ("python", "python3", "py", "")
 _FENCED = re.compile(r"```(\w*)[^\n]*\n(.*?)```", re.DOTALL)
 _RANGE = re.compile(r"\s*(?:(\d+)\s*-\s*)?(\d+)\s*")
 
-# Runs inside the sandbox. Evaluates calls and prints their values as JSON, in the format that
-# `assertions.plain` reads. The token is printed only if all earlier lines were executed.
+# Runs inside the sandbox. Evaluates calls and prints their values as JSON, in the format read by
+# `assertions.plain`. The token is printed only if all earlier lines were executed.
 _HARNESS = """
 import json, os, sys
 program, setup, calls, token = json.load(sys.stdin)
@@ -68,7 +68,7 @@ write(output, (token + dumps(values)).encode())
 
 
 def label_text(label: Any) -> str:
-    """Return a label as the text that a verifier reads."""
+    """Return a label as text, to be read by a verifier."""
     if isinstance(label, str):
         return label
     return json.dumps(label)
@@ -89,7 +89,7 @@ def grade_format(response: str, label: Any) -> float:
 
 
 def grade_length(response: str, label: Any) -> float:
-    """Return 1.0 if the number of words is in the label's range: `200` (at most) or `100-200`.
+    """Return 1.0 if the number of words is in the label's range, `200` (at most) or `100-200`.
 
     Outside the range the reward falls linearly to 0, at zero words or at twice the upper bound.
     """
@@ -101,7 +101,7 @@ def grade_length(response: str, label: Any) -> float:
 
 
 def word_bounds(label: Any) -> tuple[int, int]:
-    """Return the minimum and maximum number of words that a label allows. Raises ValueError."""
+    """Return the minimum and maximum number of words allowed by a label. Raises ValueError."""
     text = label_text(label)
     problem = (
         "--reward.verifier length expects a number of words or a range as label, such as 200 or "
@@ -121,7 +121,7 @@ def word_bounds(label: Any) -> tuple[int, int]:
 class CodeTest:
     """A test of a program: its standard input, or calls to its functions.
 
-    `holds` returns whether the output is correct: the program's output, or the calls' values.
+    `holds` returns whether the program's output or the values of the calls are correct.
     """
 
     holds: Callable[[str], bool]
@@ -174,7 +174,7 @@ def read_tests(label: Any) -> list[CodeTest]:
 def _call_test(name: str, given: Any, expected: Any) -> CodeTest:
     """Return the test of a function, which may be a method of a class named `Solution`."""
     arguments = given
-    if isinstance(given, str):  # one JSON value per line
+    if isinstance(given, str):  # the output has one JSON value per line
         arguments = [_value(line) for line in given.splitlines()]
     if not isinstance(arguments, list):
         raise ValueError(
@@ -201,14 +201,14 @@ def grade_code(response: str, label: Any, timeout: float) -> dict[str, Any]:
     """Return reward 1.0 if the program in the response passes all tests in its label, else 0.0.
 
     The fraction of passed tests is logged. The remaining tests count as failed once a test times
-    out or the tests have used up `PART_OF_TIMEOUT` of `timeout` (seconds).
+    out, or once the tests have used up the fraction `PART_OF_TIMEOUT` of `timeout` (seconds).
     """
     tests = read_tests(label)
     program = program_in(response)
     passed = 0
     deadline = time.monotonic() + PART_OF_TIMEOUT * timeout
     for test in tests:
-        # The wall-clock limit of a run is twice its CPU time limit.
+        # A program's wall-clock limit is twice its CPU time limit.
         seconds = min(TEST_SECONDS, (deadline - time.monotonic()) / 2)
         if seconds <= LEAST_TEST_SECONDS:
             break
@@ -222,7 +222,7 @@ def grade_code(response: str, label: Any, timeout: float) -> dict[str, Any]:
 
 
 def program_in(response: str) -> str:
-    """Return the last fenced (```) block tagged Python or untagged, else the whole response."""
+    """Return the last fenced (```) block tagged Python or untagged, or the full response."""
     program = response
     for language, block in _FENCED.findall(response):
         if language.lower() in PYTHON_BLOCKS:
@@ -266,7 +266,7 @@ def _same_word(word: str, expected: str) -> bool:
 
 
 def _text(value: Any) -> str:
-    """Return a test's input or output as text. Some datasets store it as a list of lines."""
+    """Return a test's input or output as text. Some datasets store the text as a list of lines."""
     if isinstance(value, list):
         return "\n".join(map(str, value))
     return str(value)

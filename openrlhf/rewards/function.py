@@ -12,18 +12,18 @@ from openrlhf.reporting import warn_once
 from openrlhf.rewards.protocol import Reward, RewardRequest, columns
 
 ARGUMENTS = ("queries", "prompts", "labels")  # arguments of a reward function, in this order
-# Parameter names that other frameworks use in reward functions, which get only the response.
+# Parameter names in other frameworks' reward functions, which receive only the response.
 RESPONSES = {"completion", "completions", "response", "responses", "output", "outputs"}
 NAMEABLE = ("POSITIONAL_OR_KEYWORD", "KEYWORD_ONLY")  # kinds of `inspect.Parameter`
 
 
 @dataclass(frozen=True, kw_only=True)
 class Arguments:
-    """The names in `ARGUMENTS` that a function accepts, and whether they are passed by name."""
+    """The names in `ARGUMENTS` accepted by a function, and whether they are passed by name."""
 
     names: Sequence[str] = ARGUMENTS
     by_name: bool = False
-    notice: str = ""  # how the function is called, if this may surprise its author
+    notice: str = ""  # explains how the function is called, if the user might expect otherwise
 
     @classmethod
     def for_parameters(cls, parameters: list[list[Any]] | None) -> Self:
@@ -80,8 +80,8 @@ class FunctionReward(Reward):
 
     The function is called once per sample with lists of length 1, or, with --reward.batch, once
     with all requests. --reward.timeout limits each call. The function may be `async`, accept
-    `**kwargs`, omit `labels`, and return a bare tensor or list of rewards. `function` is its name
-    in the file.
+    `**kwargs`, omit `labels`, and return a bare tensor or list of rewards. `function` is the
+    function's name in the file.
     """
 
     def __init__(
@@ -95,7 +95,10 @@ class FunctionReward(Reward):
         self._arguments: Arguments | None = None
 
     async def check(self) -> None:
-        """Load the file in a process. Raises ConfigError with the traceback if loading fails."""
+        """Load the user's file in a process.
+
+        Raises ConfigError with the traceback if loading fails.
+        """
         try:
             await self._learn_arguments()
         except UserCodeError as error:

@@ -1,8 +1,8 @@
 """Grades math answers: string rules first, then math-verify.
 
-`grade_answer` compares two answers with the rules that reward functions written for OpenRLHF rely
-on; `grade_math` grades a full response. An unusual answer such as 9^{9^9} takes seconds, so both
-functions must run in a user process. A user process calls functions in its main thread, as
+`grade_answer` compares two answers with the rules expected by reward functions written for
+OpenRLHF; `grade_math` grades a full response. An unusual answer such as 9^{9^9} takes seconds, so
+both functions must run in a user process. A user process calls functions in its main thread, as
 math-verify's signal-based timeout requires.
 """
 
@@ -18,10 +18,10 @@ from openrlhf.config.flags import toml_beside
 from openrlhf.rewards.labels import math_answers
 
 SYMBOLIC_SECONDS = 5  # time limit of each call to math-verify
-# Maximum length in characters. Longer answers are not parsed, so that grading a rambling policy
-# stays cheap.
+# Maximum length in characters.
+# Longer answers are not parsed, so that grading a rambling policy stays cheap.
 LONGEST_ANSWER = 1000
-logging.getLogger("math_verify").setLevel(logging.ERROR)  # its warnings repeat the full response
+logging.getLogger("math_verify").setLevel(logging.ERROR)  # warnings repeat the full response
 
 TABLES = toml_beside(__file__)
 SPELLING_RULES = TABLES["signs"] + TABLES["spelling"]
@@ -29,7 +29,7 @@ VALUE_RULES = TABLES["signs"] + TABLES["value"]
 # math-verify's removal of units is off, because it would also remove variables such as t.
 NORMAL_FORM = NormalizationConfig(malformed_operators=True, boxed="none")
 _MIXED = re.compile(r"(?<![\w^.])(\d+) +(\d+)/(\d+)")
-# This replaces math-verify's own extraction, which joins adjacent boxes and accepts unclosed boxes.
+# Boxes are extracted here: math-verify would join adjacent boxes and accept unclosed boxes.
 _BRACE = re.compile(r"\\(?:boxed|fbox)\s*\{|(?<!\\)[{}]")
 _GSM8K = re.compile(r"####\s*\$?\s*(-?[\d,./]*\d)")
 _FRACTION = re.compile(r"-?\d+/\d+")
@@ -69,7 +69,7 @@ def gsm8k_answer(text: str) -> str | None:
 
 
 def grade_answer(given: str | None, truth: str | None) -> bool:
-    """Return whether `given` equals `truth` in normalized form, or part by part in value.
+    """Return whether `given` equals `truth`, either in normalized form or part by part in value.
 
     Fractions must match as written (2/4 does not match 1/2), and only an integer matches an
     integer. Other parts are compared symbolically if they contain at most two distinct letters and
@@ -97,10 +97,10 @@ def grade_answer(given: str | None, truth: str | None) -> bool:
 def grade_math(response: str, label: Any) -> float:
     r"""Return 1.0 if the response's final answer equals the label or any of its items, else 0.0.
 
-    The final answer is the content of the last box, else the number after `####`, else the formula
-    or number that math-verify finds in the last 1,000 characters (preferably after "answer"). A
-    label is a bare answer (`72`, `\frac{1}{2}`), a solution that contains a box or `####`, or a
-    list of these. Raises ValueError for a label without an answer.
+    The final answer is the content of the last box or, without a box, the number after `####`.
+    Otherwise, it is the formula or number that math-verify finds in the last 1,000 characters
+    (preferably after "answer"). A label is a bare answer (`72`, `\frac{1}{2}`), a solution that
+    contains a box or `####`, or a list of these. Raises ValueError for a label without an answer.
     """
     for truth in math_answers(label):
         if grade := _grade_one(response, truth):

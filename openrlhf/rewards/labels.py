@@ -1,4 +1,4 @@
-"""Startup check that the built-in verifiers can parse a dataset's labels."""
+"""Checks at startup that the built-in verifiers can parse a dataset's labels."""
 
 import math
 import re

@@ -1,6 +1,6 @@
 """Tries a reward before training.
 
-Labels serve as correct answers, and the labels of other rows as wrong answers. Requests are built
+Labels serve as correct answers, and labels of other rows serve as wrong answers. Requests are built
 as in a run, so a reward that looks for the eos token finds it in the trial too.
 """
 
@@ -30,7 +30,7 @@ def answered(
 ) -> RewardRequest:
     """Return the request for a response, with the eos token appended as in a run.
 
-    Without a tokenizer, the request contains the texts unchanged.
+    Without a tokenizer, the request contains the unchanged prompt and response.
     """
     if tokenizer is None:
         return RewardRequest(
@@ -47,7 +47,7 @@ def answered(
 def wrong_requests(
     requests: Sequence[RewardRequest], tokenizer: PreTrainedTokenizerBase | None
 ) -> list[RewardRequest]:
-    """Answer each request whose label is text with the next label that differs from its own.
+    """Answer each request that has a text label with the next different label.
 
     Returns no requests if all labels are equal.
     """
@@ -106,7 +106,7 @@ def check_reward(
 ) -> list[Finding]:
     """Load the configured function or verifier, or connect to the servers, and try it on some rows.
 
-    Returns the notice from `reward_preview`, if any. Labels are scored only if they could be
+    Returns the notice from `reward_preview`, if any. Labels are scored only if they are plausible
     answers. Raises ConfigError.
     """
 

@@ -29,7 +29,7 @@ LARGEST_REWARD = 3e38  # larger values overflow float32 to infinity
 
 @dataclass(frozen=True, kw_only=True)
 class RewardRequest:
-    """A sample to score. Texts that the reward does not read are empty."""
+    """A sample to score. Text fields that the reward does not read are empty."""
 
     query: str  # prompt and response, with special tokens
     prompt: str
@@ -79,7 +79,7 @@ class RewardResult:
 
 
 class Reward(ABC):
-    """A reward, which scores samples.
+    """A source of rewards for samples.
 
     A call receives one request, or all requests if `batch` is set. Calls run concurrently.
     """
@@ -95,7 +95,7 @@ class Reward(ABC):
 
     @abstractmethod
     async def ask(self, requests: list[RewardRequest]) -> Any:
-        """Make one call and return its value for `read_rewards`.
+        """Make one call and return the value to be parsed by `read_rewards`.
 
         Raises UserCodeError or ServerError, which carry the kind of failure.
         """
@@ -130,11 +130,11 @@ def columns(requests: Sequence[RewardRequest]) -> dict[str, list[Any]]:
 
 
 def read_rewards(returned: Any, count: int) -> list[RewardResult]:
-    """Convert a reward function's return value for `count` samples to one result per sample.
+    """Convert a reward function's return value into `count` results, one per sample.
 
     The expected value is {"rewards": numbers, "scores": numbers, "extra_logs": {name: numbers}}, or
-    just the rewards. Scores default to the rewards. Raises ValueError for any other value, which
-    the message quotes.
+    just the rewards. Scores default to the rewards. Raises ValueError, quoting the value, for any
+    other value.
     """
     problems: list[str] = []
 
@@ -178,7 +178,8 @@ def numbers(
 ) -> list[float]:
     """Return `value`, a number or (nested) lists of numbers, as `count` floats.
 
-    The message refers to the items as `of`. Raises ValueError, which quotes any other `value`.
+    The message uses `of` as the noun for the items. Raises ValueError, quoting the value, for any
+    other `value`.
     """
     flat = _flatten(value)
     if not all(isinstance(item, bool | int | float) for item in flat):
@@ -201,7 +202,7 @@ def _flatten(value: Any) -> list[Any]:
 
 
 def shown(value: Any) -> str:
-    """Return the beginning of a value's repr, for a message."""
+    """Return the beginning of a value's repr for use in a message."""
     text = repr(value)
     if len(text) <= 200:
         return text
@@ -214,15 +215,14 @@ def combined(
     weights: Sequence[float],
     by_steps: Sequence[float] = (),
 ) -> Trajectory:
-    """Return the episode with the weighted sum of its rewards: the models', then the rule's.
+    """Return the episode with the weighted sum of its rewards (models first, then the rule).
 
     The rule's reward is the episode's current reward, if it has one. `by_steps` contains the
-    per-token rewards from a process reward model; the sum of these is the last of the models'
-    rewards.
+    per-token rewards from a process reward model; their sum is the last of the models' rewards.
 
     Without weights, each reward has weight 1. An agent's turn rewards are weighted like its reward.
-    The score is still the rule's score; without a rule, the sum becomes the score. If there are
-    several rewards, each one is logged. A non-finite sum fails the episode.
+    The score remains the rule's score; without a rule, the weighted sum becomes the score. If there
+    are several rewards, each one is logged. A non-finite sum fails the episode.
     """
     model_rewards = list(by_models)
     if by_steps:

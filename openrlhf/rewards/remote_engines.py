@@ -26,7 +26,7 @@ T = TypeVar("T")
 
 
 def offer_engines(rollout: RemoteEnginesConfig, reward: RuleConfig) -> None:
-    """Wait for all remote engines, then make them available to user processes started later.
+    """Wait for all remote engines, then make them available to future user processes.
 
     Raises ConfigError.
     """
@@ -40,7 +40,7 @@ def offer_engines(rollout: RemoteEnginesConfig, reward: RuleConfig) -> None:
 class RemoteEngine:
     """A client for one server.
 
-    `model` is the name of a model on the server; None selects the first model that it lists.
+    `model` is the name of a model on the server; None selects the first model listed by the server.
     `parameters` are OpenAI API parameters. Methods raise ServerError if the server is down or slow,
     rejects the request, or returns an unexpected response. Methods ending in `_sync` are for
     synchronous code and may be called from any thread. All requests of a process share connections.
@@ -62,7 +62,7 @@ class RemoteEngine:
         key = key or os.environ.get("OPENAI_API_KEY")
         self.servers = HTTPServers([url.rstrip("/")], rule, key=key, **names)
         self._model = model
-        # the first model that the server lists; reset if the server rejects a request
+        # first model listed by the server; reset if the server rejects a request
         self._first: str | None = None
 
     async def chat(self, messages: Sequence[Mapping[str, Any]], **parameters: Any) -> str:
@@ -110,7 +110,7 @@ class RemoteEngine:
             raise ServerError(f"{self.servers.kind} {error}") from error
 
     def read(self, answered: Any, *path: str | int, kind: type[T]) -> T:
-        """Return the value at a path in a response. Raises ServerError if it is missing."""
+        """Return the value at a path in a response. Raises ServerError if the value is missing."""
         found = answered
         with suppress(KeyError, IndexError, TypeError):
             for step in path:
@@ -143,13 +143,16 @@ def remote_engine(
 def _engine(
     url: str, model: str | None, rule: RuleConfig, key: str | None, process: int
 ) -> RemoteEngine:
-    """Return the engine that identical calls in a process share. Forks do not inherit threads."""
+    """Return the engine, which is shared by identical calls in a process.
+
+    Forks do not inherit threads.
+    """
     return RemoteEngine(url, rule, model=model, key=key, kind="remote engine", flag=FLAG)
 
 
 @cache
 def _loop(process: int) -> asyncio.AbstractEventLoop:
-    """Return a process's event loop for requests, which runs in its own thread."""
+    """Return a process's event loop for requests; the loop runs in its own thread."""
     loop = asyncio.new_event_loop()
     threading.Thread(target=loop.run_forever, name="remote engines", daemon=True).start()
     return loop

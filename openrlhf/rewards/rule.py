@@ -1,4 +1,4 @@
-"""The reward that the flags select: a function, a verifier or HTTP servers."""
+"""The reward selected by the flags: a function, a verifier or HTTP servers."""
 
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -24,7 +24,7 @@ VERIFIERS = {  # called with a response and its label, and for `code` with a tim
 def reward_of(
     reward: RuleConfig, *, workers: int | None = None, log_dir: Path | None = None
 ) -> Iterator[Reward | None]:
-    """Yield the function, servers or verifier that these flags select, or None.
+    """Yield the function, servers or verifier selected by these flags, or None.
 
     A function or verifier runs in a pool of processes, which is closed when the block exits.
     """
@@ -45,7 +45,7 @@ def reward_of(
 class HTTPReward(HTTPServers, Reward):
     """Servers that accept POST {"query": [...], "prompts": [...], "labels": [...]}.
 
-    `read_rewards` describes the response.
+    The response format is described in `read_rewards`.
     """
 
     source = "reward server:"
@@ -75,7 +75,7 @@ class VerifierReward(Reward):
     async def check(self) -> None:
         """Load the verifier in a process.
 
-        If it needs the sandbox, warn about protections that this machine lacks.
+        If the verifier needs the sandbox, warn about protections that this machine lacks.
         """
         await self.pool.check(self.source)
         if self.sandboxed:

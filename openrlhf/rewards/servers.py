@@ -1,4 +1,4 @@
-"""HTTP servers that this run did not start: routing, retries, backoff and error messages."""
+"""HTTP servers not started by this run: routing, retries, backoff and error messages."""
 
 import asyncio
 import random
@@ -25,7 +25,7 @@ RETRIED = {408, 425, 429, *range(500, 600)}  # HTTP statuses for which a retry m
 
 
 class ServerError(RuntimeError):
-    """Error for a server that did not respond or is down for a while. A retry may succeed."""
+    """Error for a server that did not respond or is temporarily down. A retry may succeed."""
 
     failure = Failure.SERVER  # failure kind of an episode whose code does not catch this error
 
@@ -34,7 +34,7 @@ class ServerError(RuntimeError):
 class _Server:
     url: str
     in_flight: int = 0
-    sent: int = 0  # number of requests sent to it so far
+    sent: int = 0  # number of requests sent to the server so far
     pause: float = 0.0  # seconds of the last backoff; 0 after a response
     rests_until: float = 0.0  # end of the backoff, by the monotonic clock
 
@@ -56,8 +56,8 @@ class HTTPServers:
     Each failure of a server extends its backoff. An attempt prefers a server without a backoff,
     then one not yet tried, then the least busy, then the one with the fewest requests so far: idle
     servers are used in rotation. If all servers are backing off, the next attempt waits for the
-    server whose backoff ends first. Messages refer to a server as `kind`. `flag` and
-    `limit` are the flags that set its URL and timeout. `key` is sent with every request.
+    server whose backoff ends first. In messages, a server is called `kind`. `flag` and `limit` are
+    the flags that set its URL and timeout. `key` is sent with every request.
     """
 
     def __init__(
@@ -87,7 +87,7 @@ class HTTPServers:
         self._turns = asyncio.Semaphore(IN_FLIGHT)
 
     async def check(self) -> None:
-        """Wait for the servers. Raises ConfigError, which names the servers that do not respond."""
+        """Wait for the servers. Raises ConfigError, naming the servers that do not respond."""
         async with httpx.AsyncClient() as client:
             problems = await asyncio.gather(*(_await_server(client, s.url) for s in self.servers))
         remedy = f"Start the {self.kind}, or correct its host and port."
@@ -120,7 +120,8 @@ class HTTPServers:
     async def _attempt(
         self, body: Mapping[str, Any] | None, path: str, tried: list[_Server]
     ) -> Any:
-        """Send the request to one server, preferably one without a backoff that was not `tried`.
+        """Send the request to one server, preferably one that is not backing off and not in
+        `tried`.
 
         Raises ServerError, or ValueError if a retry cannot help.
         """
@@ -160,7 +161,7 @@ class HTTPServers:
             ) from error
 
     def _failed(self, server: _Server, problem: str) -> ServerError:
-        """Back off, twice as long after each consecutive failure, and return the error."""
+        """Back off (twice as long after each consecutive failure) and return the error."""
         if not server.rest:  # failures of concurrent requests count as one
             if not server.pause:
                 warn(f"{self.kind} {server.name}: {problem}")
@@ -170,7 +171,10 @@ class HTTPServers:
 
 
 async def _await_server(client: httpx.AsyncClient, url: str) -> str | None:
-    """Wait up to START_S for any response. Return None, or the problem if no response arrives."""
+    """Wait up to START_S for any response.
+
+    Return None, or a description of the problem if none arrives.
+    """
     problem = f"{without_secrets(url)} does not respond"
     with suppress(TimeoutError):
         async with asyncio.timeout(START_S):

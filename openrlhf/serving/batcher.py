@@ -24,9 +24,9 @@ class Batcher:
     """Batches concurrent requests: requests that arrive while `score` is busy share the next batch.
 
     A batch takes complete requests in arrival order: at least one request, and no more than fit
-    into `max_tokens`. An idle batcher waits up to `max_wait` seconds until as many requests have
-    arrived as were in the last batch. Clients that send requests in lockstep therefore stay in one
-    batch, and a single client never waits. `score` runs in its own thread.
+    into `max_tokens`. An idle batcher waits up to `max_wait` seconds for as many requests as the
+    last batch had. Clients that send requests in lockstep therefore stay in one batch, and a single
+    client never waits. `score` runs in its own thread.
     """
 
     def __init__(

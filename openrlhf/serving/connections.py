@@ -1,4 +1,4 @@
-"""Limits the reward server's connections, and the time that a client takes to send a request."""
+"""Limits the reward server's connections and the time that a client may take to send a request."""
 
 import asyncio
 import resource
@@ -13,7 +13,7 @@ OTHER_OPEN_FILES = 128  # open files reserved for other purposes
 def raise_connection_limit() -> int:
     """Raise this process's open file limit to allow MAX_CONNECTIONS connections.
 
-    Returns the number of connections that the resulting limit allows.
+    Returns the number of connections allowed by the resulting limit.
     """
     _, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
@@ -26,9 +26,9 @@ class Connection(H11Protocol):
     """A connection that is closed if its client takes too long to send a request.
 
     The entire request, both headers and body, must arrive within `request_timeout_s`. At the
-    connection limit, a new connection replaces the one that has waited longest for its client.
-    Connections waiting for a response are never dropped. If all connections are waiting for a
-    response, new requests get status 503.
+    connection limit, a new connection replaces the connection whose client has been idle the
+    longest. Connections waiting for a response are never dropped. If all connections are waiting
+    for a response, new requests get status 503.
     """
 
     request_timeout_s: ClassVar[float] = 60.0
@@ -63,7 +63,7 @@ class Connection(H11Protocol):
     def _set_deadline(self) -> None:
         request = self.cycle
         if request and not request.more_body and not request.response_complete:
-            self._clear_deadline()  # a complete request waits for its response
+            self._clear_deadline()  # a complete request is waiting for its response
         elif self.deadline is None and not self.transport.is_closing():
             self.deadline = self.loop.call_later(self.request_timeout_s, self.drop)
 

@@ -49,8 +49,8 @@ def score_texts(
 ) -> list[float]:
     """Return the model's output at the last token of each text, as in RL training.
 
-    Each forward pass has texts of similar length, at most `max_texts` (None for no limit) and
-    `max_tokens` including padding.
+    Each forward pass has texts of similar length: at most `max_texts` texts (None for no limit) and
+    `max_tokens` tokens including padding.
     """
     batch = Ragged.of(texts)
     scores = torch.zeros(len(texts))
@@ -65,9 +65,8 @@ def score_texts(
 def load_scorer(
     config: ServeConfig,
 ) -> tuple[Callable[[list[str]], list[list[int]]], Callable[[list[list[int]]], list[float]]]:
-    """Load the configured model. Return a function that tokenizes and a function that scores.
-
-    Both functions are tested once on a short text. Raises DataError or ModelError.
+    """Load the configured model. Return a tokenizing function and a scoring function, each of which
+    has been tested once on a short text. Raises DataError or ModelError.
     """
     path = config.reward.model_name_or_path
     tokenizer = get_tokenizer(

@@ -1,4 +1,4 @@
-"""The HTTP API of the reward server: POST /get_reward and GET /health."""
+"""The HTTP API of the reward server, which consists of POST /get_reward and GET /health."""
 
 import asyncio
 import math
@@ -100,7 +100,7 @@ def reward_app(
         in_thread = partial(asyncio.get_running_loop().run_in_executor, reader)
         query = await in_thread(partial(read_query, body, max_texts=max_texts))
         texts: Texts = []
-        # Each piece queues for the thread separately, so that requests alternate.
+        # Each group of texts queues for the thread separately, so that requests alternate.
         for start in range(0, len(query), PIECE_TEXTS):
             texts += await in_thread(tokenize, query[start : start + PIECE_TEXTS])
         if [] in texts:
@@ -123,9 +123,8 @@ def reward_app(
 
 
 async def read_body(request: Request, *, max_mib: float) -> bytes:
-    """Return the body of a request. Raises HTTPException with status 413 above `max_mib` MiB.
-
-    If the body is larger, the rest of it is never read into memory.
+    """Return the body of a request. Raises HTTPException with status 413 for a body above `max_mib`
+    MiB, without reading the rest of the body into memory.
     """
     body = bytearray()
     async for chunk in request.stream():
@@ -138,7 +137,7 @@ async def read_body(request: Request, *, max_mib: float) -> bytes:
 
 
 class RewardQuery(BaseModel):
-    """The request field that is read. Other fields, such as `labels`, are ignored."""
+    """The only request field that is used. Other fields, such as `labels`, are ignored."""
 
     query: list[str] = Field(min_length=1)
 
