@@ -1,1 +1,1 @@
-"""Generates rewarded trajectories from prompts: engines, routing, and the generator."""
+"""Engines, routing and the generator, which turns prompts into rewarded trajectories."""

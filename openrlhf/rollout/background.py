@@ -14,7 +14,7 @@ END = object()
 
 
 class RolloutError(UserError, RuntimeError):
-    """An error for generation that failed or timed out."""
+    """Error for generation that failed or timed out."""
 
 
 class BackgroundLoop:
@@ -46,7 +46,7 @@ class BackgroundLoop:
             raise
 
     def iterate(self, stream: AsyncGenerator[T], timeout_s: float) -> Iterator[T]:
-        """Yield the items of `stream`, and close it at the end.
+        """Yield the items of `stream`, and close the stream at the end.
 
         Raises RolloutError if an item takes longer than `timeout_s` seconds.
         """

@@ -1,11 +1,11 @@
-"""The rollout engine, a Ray actor class that wraps vLLM. Token ids in, token ids out.
+"""The rollout engine, a Ray actor class that wraps vLLM. The engine receives and returns token ids.
 
     environment = {"env_vars": engine_environment("cpu")}
     engine = ray.remote(RolloutEngine).options(runtime_env=environment).remote(0)
     engine.start.remote(settings)
 
-Only the actor's methods import vLLM, because the import takes 5 s and the controller imports this
-module too. For the same reason, no vLLM object leaves the actor, not even an exception.
+Only the actor's methods import vLLM, because the import takes 5 s and the controller also imports
+this module. For the same reason, no vLLM object, not even an exception, leaves the actor.
 """
 
 from __future__ import annotations
@@ -32,21 +32,21 @@ from openrlhf.weights.transport import WeightGroup
 
 
 class EngineError(RuntimeError):
-    """An error for a failed call to an engine."""
+    """Error for a failed call to an engine."""
 
 
 class EngineDied(EngineError):
-    """An error for a call that failed because vLLM died; the engine must be restarted."""
+    """Error for a call that failed because vLLM died; the engine must be restarted."""
 
 
 class RequestRefused(EngineError):
-    """An error for a request that a working engine rejects."""
+    """Error for a request that a working engine rejects."""
 
 
 def _plain_errors(method: Callable[..., Awaitable[Any]]) -> Callable[..., Awaitable[Any]]:
     """Make a method raise only this package's own exceptions.
 
-    A caller would have to import vLLM to unpickle vLLM's exceptions.
+    The caller would have to import vLLM to unpickle vLLM's exceptions.
     """
 
     @functools.wraps(method)
@@ -58,7 +58,7 @@ def _plain_errors(method: Callable[..., Awaitable[Any]]) -> Callable[..., Awaita
         except Exception as error:
             died = self._llm is not None and self._llm.errored
             if not died and isinstance(error, refusals()):
-                # Pass on only the reason, because agents and their clients read it.
+                # Pass on only the reason, because agents and their clients will read the message.
                 raise RequestRefused(str(error)) from None
             cause = f"{type(error).__name__}: {error}"
             message = f"engine {self.index}, {method.__name__}: {cause}"
@@ -88,7 +88,7 @@ class RolloutEngine:
     def prepare(self, device: Device, *gpus: list[str]) -> None:
         """Import vLLM, which takes several seconds.
 
-        `gpus` lists the GPUs of each process whose devices the engine shares.
+        If the engine shares the devices of other processes, `gpus` lists the GPUs of each process.
         """
         if gpus and device == "cuda":
             os.environ["CUDA_VISIBLE_DEVICES"] = ",".join(itertools.chain.from_iterable(gpus))
@@ -174,7 +174,7 @@ class RolloutEngine:
             logprobs.append(candidates[token].logprob)
         stop_reason = output.stop_reason
         if not isinstance(stop_reason, str) and stop_reason not in (params.stop_token_ids or ()):
-            stop_reason = None  # a stop token that the parameters do not list
+            stop_reason = None  # a stop token that is not listed in the parameters
         text = None
         if params.stop:
             text = output.text
@@ -207,7 +207,7 @@ class RolloutEngine:
         stop_tokens = list(params.stop_token_ids or ())
         vocabulary = self._llm.model_config.get_vocab_size()
         unknown = [token for token in stop_tokens if not 0 <= token < vocabulary]
-        if unknown:  # unknown tokens would crash vLLM below 0.29
+        if unknown:  # unknown tokens would crash vLLM before 0.29
             raise RequestRefused(
                 f"stop_token_ids {unknown} are not in the vocabulary of {vocabulary} tokens"
             )
@@ -234,8 +234,8 @@ class RolloutEngine:
 
         Running samples are frozen. After `resume`, they continue with the new weights and a
         recomputed KV cache. A sleeping engine wakes its weights, but not its KV cache. Raises
-        PublicationError if the version did not arrive completely. In that case, the engine stays
-        paused until a publication succeeds.
+        PublicationError if the new version did not arrive completely. In that case, the engine
+        stays paused until a publication succeeds.
         """
         await self._wake("weights")
         if not self._paused:

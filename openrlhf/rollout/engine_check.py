@@ -1,7 +1,7 @@
 """Lets vLLM itself validate the argument names and value types in `--vllm.engine_args`.
 
 The check takes 5 s. The check runs in a separate process, because importing vLLM changes the
-environment, which later processes would inherit.
+environment that later processes would inherit.
 """
 
 import dataclasses
@@ -19,7 +19,7 @@ from openrlhf.rollout.engine_settings import Device, engine_environment
 
 
 def check_engine_args(extra: Mapping[str, Any], device: Device) -> list[Finding]:
-    """Return a failure for each argument unknown to vLLM, and for each value of the wrong type.
+    """Return a failure for each argument that is unknown to vLLM or has a value of the wrong type.
 
     The check uses no device.
     """

@@ -78,8 +78,7 @@ def start_in_thread(arguments: AsyncEngineArgs) -> AsyncLLM:
 def register_architectures(model: str) -> None:
     """Register a model's classes with vLLM.
 
-    If the classes are not registered, vLLM knows only their names and inspects them in a
-    subprocess, which takes 11 s.
+    vLLM would inspect unregistered classes in a subprocess, which takes 11 s.
     """
     config = Path(model) / "config.json"
     if not config.is_file():
@@ -93,7 +92,7 @@ def register_architectures(model: str) -> None:
 def correct_rejection_sampler() -> None:
     """Make vLLM verify draft tokens with the temperature, top-k and top-p of their sample.
 
-    On a CPU without Triton, vLLM writes these values into a copy that it discards, and divides by
+    On a CPU without Triton, vLLM writes these values into a copy that is discarded, and divides by
     uninitialized memory. The log-probabilities are then NaN and seeds have no effect. In addition,
     top-k fails in any step without drafts.
     """
@@ -122,10 +121,10 @@ def correct_rejection_sampler() -> None:
 
 
 class _Core(EngineCoreProc):
-    """A core that gets its addresses without a handshake, and sends only finished samples.
+    """An engine core that gets its addresses without a handshake and sends only finished samples.
 
-    vLLM's core sends every token of every sample through a socket. Only the detokenizer, which
-    searches for stop strings at the other end, needs the tokens one by one.
+    vLLM's core sends every token of every sample through a socket. Only the detokenizer at the
+    other end needs individual tokens, because it searches for stop strings.
     """
 
     def __init__(self, config: VllmConfig, addresses: EngineZmqAddresses) -> None:
@@ -158,7 +157,7 @@ class _Core(EngineCoreProc):
     def _finished(
         self, outputs: dict[int, EngineCoreOutputs] | None, executed: bool
     ) -> tuple[dict[int, EngineCoreOutputs], bool]:
-        """Return a step's outputs for finished samples, and hold back the other outputs."""
+        """Return a step's outputs for finished samples, and hold back all other outputs."""
         complete: dict[int, EngineCoreOutputs] = {}
         for client, step in (outputs or {}).items():
             finished: list[EngineCoreOutput] = []
@@ -172,7 +171,7 @@ class _Core(EngineCoreProc):
         return complete, executed
 
     def send_held(self) -> None:
-        """Send the tokens held back so far, because later tokens have a new weight version."""
+        """Send the tokens held back so far, because later tokens will have a new weight version."""
         if parts := list(map(join_outputs, self._held.values())):
             self.output_queue.put_nowait((0, EngineCoreOutputs(outputs=parts)))
         self._held.clear()
@@ -201,9 +200,8 @@ def join_outputs(outputs: Sequence[EngineCoreOutput]) -> EngineCoreOutput:
 
 
 def run_core(config: VllmConfig, addresses: EngineZmqAddresses, started: Future[_Core]) -> None:
-    """Run a core until it fails.
-
-    The `AsyncLLM` detects a failure, and its calls then raise vLLM's EngineDeadError.
+    """Run a core until the core fails. The `AsyncLLM` detects the failure; its calls then raise
+    vLLM's EngineDeadError.
     """
     try:
         # Pass a copy, because the core changes its configuration at startup.
@@ -215,9 +213,9 @@ def run_core(config: VllmConfig, addresses: EngineZmqAddresses, started: Future[
     try:
         core.run_busy_loop()
     except SystemExit:
-        pass  # the loop raises this when it is asked to end
+        pass  # raised by the loop when it is asked to end
     except BaseException:
-        # vLLM's EngineDeadError refers to this traceback, but vLLM does not print it
+        # vLLM's EngineDeadError refers to a traceback that vLLM does not print
         traceback.print_exc()
         core._send_engine_dead()
     finally:

@@ -14,7 +14,7 @@ from openrlhf.rollout.engine_versions import runner_environment
 Device = Literal["cpu", "cuda"]
 TORCH_NAMES = {"bf16": "bfloat16", "fp32": "float32"}
 ADAPTER_ID = 1  # id of the only adapter that an engine serves
-LORA_RANKS = (8, 16, 32, 64, 128, 256, 320, 512)  # the values that vLLM's max_lora_rank accepts
+LORA_RANKS = (8, 16, 32, 64, 128, 256, 320, 512)  # the values accepted by vLLM's max_lora_rank
 CPU_KV_CACHE_BYTES = 2**30  # vLLM's own default zero-fills most of the machine's memory
 
 
@@ -25,13 +25,13 @@ class EngineSettings:
     model: str  # folder or Hub name
     vllm: VLLMConfig  # `engine_args` overrides the arguments derived from other settings
     max_model_len: int  # maximum length of prompt and response together, in tokens
-    seed: int = 0  # seed for samples that have none of their own; the engine's index is added
+    seed: int = 0  # seed for samples without a seed of their own; the engine's index is added
     device: Device = "cpu"
     seeded: bool = True  # True if samples may have seeds
     stop_strings: bool = False  # True if samples may have stop strings, which need a tokenizer
     end_token_ids: tuple[int, ...] = ()  # end tokens in addition to those in generation_config.json
     trust_remote_code: bool = False
-    lora_rank: int = 0  # rank of the published adapter; 0: full weights are published
+    lora_rank: int = 0  # rank of the published adapter; 0 if full weights are published
 
 
 def engine_device() -> Device:
@@ -59,14 +59,13 @@ def engine_environment(device: Device) -> dict[str, str]:
     return environment | {
         # A node may have GPUs that Ray does not manage.
         "CUDA_VISIBLE_DEVICES": "",
-        # With two spin-waiting threads on two cores, the engine is 10 to 25 times slower.
+        # With two spin-waiting threads on two cores, the engine would be 10 to 25 times slower.
         "OMP_NUM_THREADS": "1",
-        # Without this, vLLM compiles its log-probability helper at the first sample, which takes 2
-        # to 12 s.
+        # Keep vLLM from compiling its log-probability helper at the first sample (2 to 12 s).
         "TORCHDYNAMO_DISABLE": "1",
         # vLLM's "auto" setting binds every engine to the same core.
         "VLLM_CPU_OMP_THREADS_BIND": "nobind",
-        # Without this, vLLM adds a process between the core and the worker.
+        # Keep vLLM from adding a process between the core and the worker.
         "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
     }
 
@@ -99,7 +98,7 @@ def engine_arguments(settings: EngineSettings, index: int) -> dict[str, Any]:
         "use_tqdm_on_load": False,
     }
     if on_cpu:
-        arguments["block_size"] = 32  # in tokens; with the default of 128, few prefixes are cached
+        arguments["block_size"] = 32  # in tokens; the default of 128 would cache few prefixes
         arguments["kv_cache_memory_bytes"] = CPU_KV_CACHE_BYTES
         # Use vLLM's own kernels, because nothing is compiled.
         arguments["compilation_config"] = {"custom_ops": ["all"]}

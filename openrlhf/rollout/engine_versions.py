@@ -1,7 +1,7 @@
 """Differences between the supported vLLM versions, 0.24 to 0.32; docs/gpu.md lists all of them.
 
-Differences are detected from vLLM's classes if they are visible there, and otherwise from its
-version number. vLLM is only imported inside functions.
+Differences are detected from vLLM's classes if possible, and otherwise from its version number.
+vLLM is only imported inside functions.
 """
 
 import asyncio
@@ -33,7 +33,7 @@ def refusals() -> tuple[type[Exception], ...]:
 def check_reload(config: Any) -> None:
     """Raise ValueError if the model of a `VllmConfig` cannot load new weights.
 
-    vLLM below 0.26 drops some buffers.
+    vLLM versions before 0.26 drop some buffers.
     """
     from vllm.model_executor.model_loader.reload.types import LayerReloadingInfo
 
@@ -49,9 +49,9 @@ def check_reload(config: Any) -> None:
 
 
 def heed_seeds_on_cpu() -> None:
-    """Make vLLM versions below 0.29 respect sample seeds on a CPU in every batch.
+    """Make vLLM versions before 0.29 respect sample seeds on a CPU in every batch.
 
-    vLLM ignores the seeds if the batch has greedy samples, or samples without a seed.
+    Those versions ignore the seeds if the batch has greedy samples or samples without a seed.
     """
     from packaging.version import Version
     from vllm import __version__
@@ -75,13 +75,13 @@ def adapter_renames(model: Any) -> Any:
 def expert_kernel(quant_method: Any) -> Any:
     """Return the packed weights of a CPU engine's experts, or None if it has no packed experts.
 
-    vLLM below 0.28 stores them under a different name.
+    vLLM versions before 0.28 store the packed weights under a different name.
     """
     return getattr(quant_method, "moe_kernel", None) or getattr(quant_method, "cpu_fused_moe", None)
 
 
 class SampledVersions:
-    """The weight versions that sampled each request's tokens, which vLLM below 0.32 discards."""
+    """The weight versions that generated each request's tokens; vLLM before 0.32 discards them."""
 
     def __init__(self, llm: Any) -> None:
         """Start recording. `llm` is an `AsyncLLM` that has not received any request yet."""
@@ -95,7 +95,7 @@ class SampledVersions:
         outputs = await self._get_output()
         requests = self._llm.output_processor.request_states
         for output in outputs.outputs:
-            request = requests.get(output.request_id)  # None after an abort
+            request = requests.get(output.request_id)  # None after the request was aborted
             if output.new_token_ids and request is not None:
                 self._seen[request.external_req_id][self._version] = None
         return outputs

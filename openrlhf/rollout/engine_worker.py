@@ -1,7 +1,7 @@
-"""The vLLM side of a publication: loading the incoming weights, and reporting what was loaded.
+"""The vLLM side of a publication: loading the incoming weights and reporting the loaded tensors.
 
 vLLM mixes `WorkerExtension` into its worker class, and `RolloutEngine` calls the methods through
-`collective_rpc`. vLLM's weight-transfer backends are not used, because they return nothing that
+`collective_rpc`. vLLM's weight-transfer backends are not used, because they return no result that
 could be verified. The publication protocol is described at the top of `openrlhf.weights`.
 """
 
@@ -30,12 +30,12 @@ from openrlhf.rollout.engine_versions import adapter_renames, expert_kernel, hee
 from openrlhf.weights.manifest import WeightManifest
 from openrlhf.weights.receiver import Delivery, LoadReport, WeightReceiver
 
-# vLLM's bfloat16 attention uses the matrix registers of Intel CPUs (AMX). Linux requires a process
-# to request these registers, and vLLM does not do so. Unless oneDNN has already requested them, the
-# first sample kills the engine with SIGILL.
+# vLLM's bfloat16 attention uses the matrix registers of Intel CPUs (AMX).
+# Linux requires a process to request these registers, but vLLM does not request them.
+# Unless oneDNN has requested them, the first sample kills the engine with SIGILL.
 if torch.cpu._is_amx_tile_supported():
     torch.cpu._init_amx()
-heed_seeds_on_cpu()  # here, because every engine worker imports this module
+heed_seeds_on_cpu()  # called here because every engine worker imports this module
 
 
 class WorkerExtension:
@@ -66,7 +66,7 @@ class WorkerExtension:
         """
         manifest: WeightManifest = pickle.loads(message)
         if self.device.type != "cpu":
-            # In vLLM below 0.29, a pause does not wait for kernels.
+            # In vLLM versions before 0.29, a pause does not wait for kernels.
             torch.accelerator.synchronize(self.device)
         with set_current_vllm_config(self.vllm_config):
             receipt = self.publication.receive(manifest, self.device, self._load)
@@ -98,9 +98,9 @@ def load_model(model: nn.Module, config: VllmConfig, delivery: Delivery) -> Load
 def load_adapter(manager: Any, settings: dict[str, Any], delivery: Delivery) -> LoadReport:
     """Replace the previous adapter with the incoming one.
 
-    `manager` is vLLM's adapter manager. Adapter layers that the engine cannot adapt are reported as
-    unwritten. Nothing is reported as stale, because packed copies belong to the model's own
-    weights, which do not change.
+    `manager` is vLLM's adapter manager. Tensors for layers that the engine cannot adapt are
+    reported as unwritten. No weight is reported as stale, because packed copies belong to the
+    model's own weights, which do not change.
     """
     tensors = dict(delivery.tensors())
     delivery.finish()
@@ -147,12 +147,12 @@ class Unfilled(NamedTuple):
 
 
 def unwritten_layers(model: nn.Module) -> list[str]:
-    """Return the layers that the update has not filled, with counts.
+    """Return the layers not filled by the update, with counts.
 
     Must be called before the reload is finalized. vLLM only logs a warning for a layer without new
-    values, and silently completes a partially filled layer. Some elements do not need new values:
-    vocabulary padding, buffers, elements that vLLM does not count, and a layer that shares its
-    parameters with a filled layer (a tied head).
+    values, and silently completes a partially filled layer. Some elements need no new values:
+    vocabulary padding, buffers, elements that vLLM does not count, and layers that share their
+    parameters with a filled layer (tied heads).
     """
     filled: set[int] = set()
     unfilled: list[Unfilled] = []
@@ -190,7 +190,7 @@ def vocabulary_padding(layer: nn.Module) -> int:
 def packed_handles(model: nn.Module) -> dict[str, Any]:
     """Return the CPU engine's layers with packed weights, by name.
 
-    Each value is the object that the last packing created.
+    Each value is the object created by the most recent packing.
     """
     unpacked = (None, nn.functional.linear)
     handles: dict[str, Any] = {}
@@ -202,7 +202,7 @@ def packed_handles(model: nn.Module) -> dict[str, Any]:
 
 
 def packed_experts(layer: nn.Module) -> Any:
-    """Return the object that packs a mixture-of-experts layer on a CPU, or None for others."""
+    """Return the object that packs an experts layer on a CPU, or None for other layers."""
     method = getattr(layer, "quant_method", None)
     if current_platform.is_cpu() and hasattr(method, "moe_kernel"):
         return method

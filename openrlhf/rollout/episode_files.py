@@ -1,4 +1,4 @@
-"""Episodes on disk, as they were generated and rewarded.
+"""Generated and rewarded episodes, stored on disk.
 
 --rollout.dump_dir writes these files, and --rollout.replay_dir reads them:
 
@@ -60,7 +60,7 @@ class EpisodeFolder:
         return max(self.steps(), default=0)
 
     def _files(self) -> list[re.Match[str]]:
-        """Return the `FILE` matches for the names of the files in the folder."""
+        """Return the matches of `FILE` with the names of the files in the folder."""
         matches = [FILE.fullmatch(path.name) for path in self.path.glob("*.jsonl.gz")]
         return [match for match in matches if match]
 
@@ -75,7 +75,7 @@ class EpisodeFolder:
     def write(
         self, kind: Kind, step: int, episodes: Sequence[Trajectory], *, run: Mapping[str, Any]
     ) -> None:
-        """Write or replace a file. `run` is the identity that a replaying run must have."""
+        """Write or replace a file. A run that replays the file must have the identity `run`."""
         header = {
             "format": FORMAT,
             "kind": kind,
@@ -92,7 +92,7 @@ class EpisodeFolder:
         write_atomically(self.file(kind, step), data)
 
     def header(self, kind: Kind, step: int) -> dict[str, Any]:
-        """Return a file's `episodes` (their number) and `run` (as passed to `write`)."""
+        """Return the number of `episodes` in a file and the `run` that was passed to `write`."""
         path = self.file(kind, step)
         try:
             with gzip.open(path) as file:

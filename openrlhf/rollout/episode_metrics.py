@@ -1,4 +1,4 @@
-"""Metrics for the episodes of a training step, and for an evaluation by data source."""
+"""Metrics for the episodes of a training step, and for evaluations by data source."""
 
 from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
@@ -40,7 +40,7 @@ def rollout_metrics(
 
 
 def _episode_metrics(episode: Trajectory) -> dict[str, Metric]:
-    """Return a kept episode's contributions to the means, including the user's extra logs.
+    """Return a kept episode's contributions to the means, including extra logs from user code.
 
     An extra log that has the name of a built-in metric gets the prefix `user_`.
     """

@@ -57,7 +57,7 @@ class Fleet:
     model, and `wait` returns when all engines are ready. Call `generate` from one event loop only.
     With `hosts`, the engines use the devices of these processes.
 
-    An engine that dies or hangs is restarted with the current weights, which `refit` sends; its
+    An engine that dies or hangs is restarted, and `refit` sends it the current weights; its
     unfinished samples are generated again. If its machine is gone, the engine moves to another
     machine or leaves the fleet. Engines join, up to --vllm.max_engines, when the cluster has room.
     """
@@ -149,7 +149,7 @@ class Fleet:
     async def rest(self) -> None:
         """Free device memory for the processes that share the engines' devices.
 
-        The memory stays free until the next sample or publication.
+        The device memory stays free until the next sample or publication.
         """
         if not self.settings.vllm.enable_sleep:
             return
@@ -174,7 +174,7 @@ class Fleet:
             answer = actor.generate.remote(tokens, params)
             try:
                 return [mark_nonfinite(sample, member.index) for sample in await answer]
-            except asyncio.CancelledError:  # also cancel the samples in the engine
+            except asyncio.CancelledError:  # cancel the samples in the engine, too
                 ray.cancel(answer)
                 raise
             except (*DEATHS, EngineDied) as error:
@@ -279,26 +279,26 @@ class Fleet:
             gather([self._load(member)], timeout_s=self.timeout_s, doing="start the engine")
             self._router.add(member.index)
             if self.refit:
-                self.refit(member)  # this call sets `up`, so that the member misses no publication
+                self.refit(member)  # `refit` sets `up`, so that the member misses no publication
             else:
                 member.up = True
             self.say(f"Engine {member.index} is up after {time.monotonic() - began:.1f} s.")
-        except Exception as error:  # otherwise, an error in this thread would not be reported
+        except Exception as error:  # errors in this thread would otherwise not be reported
             self._restart(member, error)
 
     def _watch(self) -> None:
-        """Check regularly for engines that do not answer, and for room for more engines."""
+        """Check regularly for unresponsive engines and for room for more engines."""
         while not self._closed.wait(WATCH_INTERVAL_S):
             try:
                 self.find_lost()
                 incomplete = len(self._members) < self.settings.vllm.max_engines
                 if incomplete and not self.hosts and (slots := self._room()):
                     self._join(slots)
-            except Exception as error:  # otherwise, an error in this thread would not be reported
+            except Exception as error:  # errors in this thread would otherwise not be reported
                 self.say(f"Checking the engines failed: {error}")
 
     def find_lost(self) -> None:
-        """Check that all engines answer, and restart engines that do not."""
+        """Check that all engines respond, and restart unresponsive engines."""
         calls = {member.actor.ping.remote(): (member, member.actor) for member in self.up}
         timeout_s = self.settings.vllm.hang_timeout
         ray.wait(list(calls), num_returns=len(calls), timeout=timeout_s)

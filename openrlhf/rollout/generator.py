@@ -29,7 +29,7 @@ class SamplingSpec:
     A run has one specification for training and one for evaluation.
     """
 
-    purpose: str  # "train" or "eval": part of every seed
+    purpose: str  # "train" or "eval"; used to derive every seed
     rollout: RolloutConfig  # number of samples, temperature, stop conditions
     max_len: int  # maximum length of prompt and response together, in tokens
     seed: int | None  # None: unseeded sampling
@@ -109,11 +109,11 @@ def unobserved(_: Prompt) -> None:
 class Request:
     """Settings for a stream of groups.
 
-    The settings are passed with the prompts, so that the generator reads nothing from the trainer.
+    The settings are passed with the prompts, so that the generator need not access the trainer.
 
-    `annotated` may add reward model scores, and mark a prompt's samples as filtered. A filtered
-    prompt is replaced by the next prompt, so that the stream yields the requested number of
-    unfiltered groups. `sampled` is called when the engines have sampled the last token of a
+    The function `annotated` may add reward model scores and mark a prompt's samples as filtered. A
+    filtered prompt is replaced by the next prompt, so that the stream yields the requested number
+    of unfiltered groups. `sampled` is called when the engines have sampled the last token of a
     prompt's samples, before the samples are rewarded. With agents, which may sample again at any
     time, `sampled` is called when all of the prompt's episodes have ended.
     """
@@ -185,8 +185,8 @@ class RolloutGenerator:
     The generator runs in the controller; user code runs in other processes. Without `agents`, an
     episode is one sample of the prompt, and `reward` scores the episode. With `agents`, an agent
     runs the episode. If the agent returns no reward, reward models score the finished episode
-    later. An episode whose reward failed gets the reward `fallback` (--reward.on_error); without a
-    fallback the episode fails.
+    later. If an episode's reward call fails, the episode gets the reward `fallback`
+    (--reward.on_error). Without a fallback, the episode fails.
     """
 
     engines: Engines
@@ -212,7 +212,7 @@ class RolloutGenerator:
         Closing the stream cancels the running samples. If an engine fails, its error is raised.
         """
         waiting = iter(prompts)
-        missing = groups  # number of prompts still to start, unless a running group is filtered
+        missing = groups  # number of prompts left to start if no running group is filtered
         under_way: set[asyncio.Task[Group]] = set()
 
         def start(count: int) -> int:

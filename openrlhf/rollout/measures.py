@@ -1,4 +1,4 @@
-"""The cost of generation: cached prompt tokens, and the time in which only a few samples run."""
+"""The cost of generation: cached prompt tokens, and time during which only a few samples run."""
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
@@ -49,7 +49,7 @@ def generation_metrics(costs: Sequence[SampleCost]) -> dict[str, Metric]:
 
 
 def concurrency(spans: Iterable[tuple[float, float]]) -> list[Period]:
-    """Return how many time spans run concurrently over time, with durations in seconds.
+    """Return how many time spans overlap in each period, with the period's duration in seconds.
 
     Periods in which no span runs are omitted. Example: the spans from 0 to 3 and from 1 to 2 give
     [(1, 1), (2, 1), (1, 1)].

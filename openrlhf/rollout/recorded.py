@@ -1,4 +1,4 @@
-"""Generators that write episodes to disk, or read episodes from disk.
+"""Generators that write episodes to disk or read episodes from disk.
 
 Both classes can replace `RolloutGenerator`.
 """
@@ -19,8 +19,8 @@ from openrlhf.rollout.generator import Generator, Group, Request, in_prompt_orde
 class DumpingGenerator:
     """A generator that writes every group of another generator to disk.
 
-    Groups are written before reward models and filters process them. `run` is the identity that a
-    replaying run must have.
+    Groups are written before reward models and filters process them. A run that replays the
+    episodes must have the identity `run`.
     """
 
     def __init__(
@@ -72,14 +72,14 @@ class DumpingGenerator:
 
 
 class ReplayGenerator:
-    """A generator that reads an earlier run's samples, and ends after the folder's last step.
+    """A generator that reads an earlier run's samples and ends after the folder's last step.
 
     Raises DataError if the files are damaged or have different prompts.
     """
 
     def __init__(self, folder: EpisodeFolder) -> None:
         self.folder = folder
-        self._file = Path()  # the file of `_samples`
+        self._file = Path()  # the file that `_samples` were read from
         self._samples: dict[int, Group] = {}  # by prompt
 
     async def stream(

@@ -1,4 +1,4 @@
-"""Engine selection: the engine with the cached prefix, unless it is much busier than another."""
+"""Selects the engine with the cached prefix, unless it is much busier than another engine."""
 
 import time
 from collections import Counter, defaultdict
@@ -7,17 +7,17 @@ from collections.abc import Hashable, Iterable, Sequence
 from openrlhf.observability.metrics import Mean
 
 SLACK = 8  # engines whose loads differ by at most this number of samples count as equally busy
-MOST_KEYS = 100_000  # maximum number of keys to remember; older keys' prefixes are no longer cached
+MOST_KEYS = 100_000  # maximum number of remembered keys; older keys' prefixes are no longer cached
 
 
 class Router:
     """A router that distributes samples over engines by the number of samples in flight.
 
     Samples with the same prefix have the same key (the samples of a prompt, the turns of an
-    episode). Samples go to the engine that their key used last, because that engine does not need
-    to prefill the prefix again. The exception is a busy engine: if its number of samples with
-    *other* keys exceeds the least busy engine's number of samples by more than `SLACK` and by a
-    factor of more than 1.5, the least busy engine is picked.
+    episode). Samples go to the engine last used for their key, because that engine does not need to
+    prefill the prefix again. However, the least busy engine is picked if the other engine has many
+    more samples with *other* keys: more than `SLACK` more and more than 1.5 times as many as the
+    least busy engine's samples.
 
     Call `pick` and `done` from one thread only.
     """
@@ -68,7 +68,7 @@ class Router:
             del self._of_key[key, engine]
 
     def _count_idle(self, engine: int, now: float) -> None:
-        """Count the time since the engine's last change as idle if the engine had no sample."""
+        """Count the time since the engine's last change as idle if the engine had no samples."""
         if not self.in_flight[engine]:
             self._idle[engine] += now - self._changed[engine]
         self._changed[engine] = now

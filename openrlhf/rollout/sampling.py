@@ -20,7 +20,7 @@ class SamplingParams:
     presence_penalty: float = 0.0
     frequency_penalty: float = 0.0
     repetition_penalty: float = 1.0
-    max_tokens: int | None = None  # None: up to the context length
+    max_tokens: int | None = None  # None for no limit below the context length
     min_tokens: int = 0
     stop: str | list[str] | None = None
     stop_token_ids: list[int] | None = None
@@ -38,14 +38,14 @@ class Generation:
 
     The lists have one entry per sampled token, including a stop token. `logprobs` refer to the
     sampling distribution, after temperature, top-k, top-p and min-p. `stop_reason` is the stop
-    token or stop string that ended the sample, if the parameters list it, and None otherwise.
+    token or stop string that ended the sample, or None if the parameters do not list it.
     """
 
     tokens: list[int]
     logprobs: list[float]  # nats
     finish_reason: str  # "stop", "length" or "abort"
     stop_reason: int | str | None = None
-    weight_versions: tuple[int, ...] = ()  # weight versions that sampled tokens, oldest first
-    text: str | None = None  # set only if the parameters have stop strings
+    weight_versions: tuple[int, ...] = ()  # versions of the weights that were used, oldest first
+    text: str | None = None  # set only if the parameters include stop strings
     cached_tokens: int = 0  # prompt tokens found in the engine's prefix cache
     seconds: float = 0.0  # time from the request to the last token, including queueing
