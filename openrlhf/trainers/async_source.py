@@ -22,12 +22,12 @@ TERMINATION_CHECK_S = 0.2  # seconds between termination checks while a publicat
 
 @dataclass(kw_only=True)
 class Started(Held):
-    """A prompt whose generation has started, and its samples once they are finished."""
+    """A prompt whose generation has started, with its samples once they have finished."""
 
     prompt: Prompt
     group: Group = field(default_factory=list[Trajectory])
     failed: int = 0  # number of failed samples in the group
-    unpublished: int = 0  # number of steps since the prompt started that published no weights
+    unpublished: int = 0  # number of steps without a publication since the prompt started
 
     def finish(self, group: Group) -> None:
         """Store the finished samples, keeping only what training needs."""
@@ -48,9 +48,10 @@ class AsyncSource(Source):
 
     Private methods run in the event loop, and public methods run in the controller's thread.
     Prompts start in order, without a pause between epochs. With --train.partial_rollout_enable,
-    samples in progress continue with the new weights. Otherwise, a publication waits until these
-    samples have generated their last tokens, so that every sample has a single weight version. A
-    publication does not wait for rewards. `consumed` counts the prompts that have been drawn.
+    samples in progress continue with the new weights. Otherwise, a publication waits until the last
+    tokens of samples in progress have been generated, so that every sample has a single weight
+    version. A publication does not wait for rewards. `consumed` counts the prompts that have been
+    drawn.
     """
 
     def __post_init__(self) -> None:
@@ -86,8 +87,8 @@ class AsyncSource(Source):
     def resume(self, *, step: int, consumed: int, folder: Path) -> None:
         """Resume after `step`, when about `consumed` prompts had been drawn.
 
-        `folder`, which `save` wrote to, holds the exact number. Unfinished samples are generated
-        again with the current weights.
+        The exact number is stored in `folder`, which was written by `save`. Unfinished samples are
+        generated again with the current weights.
         """
         files = EpisodeFolder(folder)
         run = files.header("step", step)["run"]
@@ -106,10 +107,10 @@ class AsyncSource(Source):
             self.held.append(begun)
 
     def save(self, folder: Path) -> None:
-        """Write the prompts that have started but are not trained on yet, with their samples.
+        """Write the prompts that have started but have not been trained on yet, with their samples.
 
-        Only finished samples are written. If all samples of a prompt failed, they are dropped,
-        because the user may fix the reward function before resuming.
+        Only finished samples are written. If all samples of a prompt failed, the samples are
+        dropped, because the user may fix the reward function before resuming.
         """
         held, consumed = self.loop.run(self._snapshot(), self.train.step_timeout)
         drawn: list[tuple[int, int]] = []
@@ -132,7 +133,10 @@ class AsyncSource(Source):
             yield list(chain.from_iterable(groups))
 
     async def _progress(self) -> list[Group] | None:
-        """Return the next step's groups. If they are not ready, await a change and return None."""
+        """Return the next step's groups.
+
+        If the groups are not ready, await a change and return None.
+        """
         self._start()
         places = self.rule.next_step(
             self.held, self.version, last=self.consumed >= self.total_prompts
@@ -173,9 +177,8 @@ class AsyncSource(Source):
 
     @property
     def _has_lost_too_many(self) -> bool:
-        """True if enough finished samples have failed that the training loop is certain to raise.
-
-        In that case, no further prompts are drawn.
+        """True if so many finished samples have failed that the training loop is certain to raise.
+        In that case, no more prompts are drawn.
         """
         failed = 0
         samples = 0
@@ -219,7 +222,7 @@ class AsyncSource(Source):
             self._changed.set()
 
     def _end_sampling(self, prompt: Prompt) -> None:
-        """Record that the engines will generate no more tokens for a prompt. Idempotent."""
+        """Record that the engines have generated all tokens for a prompt. Idempotent."""
         under_way = self._sampling.pop(prompt.index, None)
         if under_way and not under_way.done():
             under_way.set_result(None)
@@ -228,9 +231,9 @@ class AsyncSource(Source):
     def publishing(self, version: int) -> Iterator[bool]:
         """Keep new prompts from starting until the block exits.
 
-        Without --train.partial_rollout_enable, no tokens are generated inside the block either.
-        Yields False if the process is asked to terminate while samples are still being generated;
-        in that case, the caller must not publish.
+        Without --train.partial_rollout_enable, no tokens are generated inside the block. Yields
+        False if the process is asked to terminate while samples are still being generated; in that
+        case, the caller must not publish.
         """
         is_quiet = self.loop.run(self._hold(), self.train.step_timeout)
         yield is_quiet

@@ -1,4 +1,4 @@
-"""The best evaluation of a run, whose checkpoint is kept, and early stopping (--eval.patience)."""
+"""Tracks a run's best evaluation, whose checkpoint is kept, and stops early (--eval.patience)."""
 
 import math
 from collections.abc import Callable, Mapping
@@ -29,8 +29,8 @@ class BestMetric:
     def improves(self, step: int, metrics: Mapping[str, float]) -> bool:
         """Record an evaluation of the weights after `step`.
 
-        Returns whether its value is better than all earlier values. An evaluation that lacks the
-        metric is ignored. A non-finite value is never the best.
+        Returns whether the evaluation's value is better than all earlier values. An evaluation that
+        lacks the metric is ignored. A non-finite value is never the best.
         """
         self.evaluated_at = step
         self.last = None
@@ -64,7 +64,7 @@ class BestMetric:
         return value > self.value
 
     def value_of(self, step: int) -> float | None:
-        """Return the value after `step`, or None if the last evaluation was at another step."""
+        """Return the value after `step`, or None if the last evaluation was at a different step."""
         if self.evaluated_at != step:
             return None
         return self.last
@@ -76,7 +76,7 @@ class BestMetric:
 
     @property
     def followed(self) -> str | None:
-        """The name of the tracked metric; None if it is not known yet or tracking is disabled."""
+        """The name of the tracked metric, or None if unknown so far or if tracking is disabled."""
         if self.key in ("", "none"):
             return None
         return self.key

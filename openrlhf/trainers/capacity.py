@@ -1,6 +1,6 @@
 """Limits on how far generation may run ahead of training.
 
-Pure functions, which the asynchronous source and the simulator share.
+The functions are pure and are shared by the asynchronous source and the simulator.
 """
 
 from collections.abc import Sequence
@@ -9,14 +9,13 @@ from dataclasses import dataclass
 
 @dataclass(kw_only=True)
 class Held:
-    """The samples of a prompt, from the start of generation until a step trains on them.
-
-    `version` is the weight version at the start.
+    """A prompt's samples, from the start of generation until a step trains on them. `version` is
+    the weight version at the start of generation.
     """
 
     version: int
     finished: bool = False
-    filtered: bool = False  # True if rejected: logged with a step, but not counted in its batch
+    filtered: bool = False  # True for rejected prompts, which are logged but not counted in a batch
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -45,13 +44,14 @@ class Capacity:
     def next_step(
         self, held: Sequence[Held], version: int, *, last: bool = False
     ) -> list[int] | None:
-        """Return the indices into `held` of the next step's prompts, or None if it has to wait.
+        """Return the indices into `held` of the next step's prompts, or None if the step has to
+        wait.
 
         The step trains the weights of version `version` on the oldest finished prompts. A step
-        waits for unfinished older prompts that would otherwise become too old: after each step, the
+        waits for unfinished older prompts that would otherwise become too old. After each step, all
         remaining prompts must still be young enough for the later steps, which train on them in
-        order. Rejected prompts belong to the step of the prompts before them. If `last` is true, no
-        more prompts will start, so the step may be smaller.
+        order. A rejected prompt belongs to the same step as the prompt before it. If `last` is
+        true, no more prompts will start, so the step may be smaller.
         """
         kept: list[int] = []
         left: list[Held] = []  # prompts for later steps

@@ -38,8 +38,8 @@ class Checkpointing:
     def is_due(self, step: int, *, stopped: bool) -> bool:
         """Return whether a checkpoint is due after `step`.
 
-        If checkpoints are enabled, one is due every --ckpt.save_steps steps and after an early
-        stop.
+        If checkpoints are enabled, a checkpoint is due every --ckpt.save_steps steps and after an
+        early stop.
         """
         every = self.config.ckpt.save_steps
         return every > 0 and (stopped or step % every == 0)
@@ -94,7 +94,7 @@ class Checkpointing:
         """With --eval.patience, load the weights of the best evaluation."""
         checkpoint = self.best.to_export(step, self.manager, self.recorder.display.note)
         if checkpoint:
-            self.saved = step  # the models no longer hold this step's weights: do not save them
+            self.saved = step  # prevents saving: the models no longer hold this step's weights
             self._have_models(TrainedWorker.load_checkpoint, checkpoint, "load the best weights")
 
     def _have_models(

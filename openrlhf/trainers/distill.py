@@ -30,7 +30,7 @@ TEACHER = "--kd.teacher_model"
 
 
 class TopLogits(NamedTuple):
-    """A teacher's logits at K positions, for its k most likely tokens."""
+    """A teacher's logits at K positions for the k most likely tokens."""
 
     values: Tensor  # (K, k)
     tokens: Tensor  # (K, k), the token of each logit
@@ -95,8 +95,8 @@ class DistillationTask(SFTTask):
     def ask_model(self, micro: TokenRows, at: Tensor) -> TopLogits | LogitSource:
         """Run the loaded teacher at the positions selected by the mask `at` (N,).
 
-        Without --kd.top_k, the result is the source of the teacher's logits, which are never
-        computed for more than one chunk of positions at a time.
+        Without --kd.top_k, the result is a source of the teacher's logits, which computes the
+        logits for one chunk of positions at a time.
         """
         top_k = self.kd.top_k
         teacher = self.frozen[TEACHER]
@@ -122,13 +122,13 @@ class DistillationTask(SFTTask):
     def ask_server(self, micro: TokenRows, at: Tensor) -> TopLogits:
         """Request the log-probabilities of the most likely next tokens at the positions `at` (N,).
 
-        Tokens that the server does not return get −∞.
+        Tokens that are missing from the server's response get −∞.
         """
         rows = [part.tolist() for part in micro.parts(micro.tokens)]
         size = (len(micro.tokens), self.server.best)
         logprobs = torch.full(size, -torch.inf)
         tokens = torch.zeros(size, dtype=torch.long)
-        # The last offset is the end of the last row, not the start of another one.
+        # The last offset is the end of the last row, not the start of another row.
         for start, places in zip(micro.offsets.tolist(), self.server.likeliest(rows), strict=False):
             for place, returned in enumerate(places, start):
                 known = [entry for entry in returned if entry[1] < self.shared]
@@ -143,7 +143,7 @@ class DistillationTask(SFTTask):
         self, model: Any, micro: TokenRows, totals: Mapping[str, float]
     ) -> tuple[Tensor, dict[str, Metric]]:
         """Return this micro-batch's contribution to the mean over the window's target tokens."""
-        at = micro.loss_mask.roll(-1)  # the position that predicts each target: the one before it
+        at = micro.loss_mask.roll(-1)  # each target is predicted from the preceding position
         targets = micro.tokens[micro.loss_mask]
         shared = self.shared
         if self.kd.served:

@@ -1,4 +1,4 @@
-"""A check that the engines and the trainer compute the same log-probabilities."""
+"""Checks that the engines and the trainer compute the same log-probabilities."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -18,10 +18,11 @@ from openrlhf.workers.policy import PolicyWorker
 
 @dataclass(frozen=True, kw_only=True)
 class Probe:
-    """Prompts that every engine answers with its first published weights.
+    """Prompts to be answered by every engine with its first published weights.
 
     `params` requests a few tokens at the policy's temperature, without top-k or top-p. `tolerance`
-    is the largest mean difference between log-probabilities, in nats, that rounding can explain.
+    is the largest mean difference between log-probabilities (in nats) that can be explained by
+    rounding.
     """
 
     prompts: Sequence[list[int]]
@@ -31,7 +32,7 @@ class Probe:
 
 @dataclass(frozen=True, kw_only=True)
 class EngineComparison:
-    """Samples responses to the probe from every engine, and scores them with the policy."""
+    """Samples responses to the probe from every engine and scores the responses with the policy."""
 
     policy: WorkerGroup
     fleet: Fleet
@@ -41,8 +42,8 @@ class EngineComparison:
     def run(self) -> None:
         """Compare all running engines with the policy, and clear the engines' caches.
 
-        Raises PublicationError if the log-probabilities differ by more than rounding can explain,
-        because the engine and the trainer then compute different functions of the same weights.
+        Raises PublicationError if the log-probabilities differ by more than rounding can explain:
+        the engine and the trainer then compute different functions of the same weights.
         """
         engines = self.fleet.up
         prompts = self.probe.prompts

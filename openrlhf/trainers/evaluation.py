@@ -26,9 +26,8 @@ class Evaluation:
     config: RLFlags
 
     def is_due(self, step: int, *, last: bool) -> bool:
-        """Return whether to evaluate the weights after `step`; the last step is always evaluated.
-
-        A step is evaluated before its checkpoint is written.
+        """Return whether to evaluate the weights after `step`. The last step is always evaluated,
+        and every evaluation takes place before the step's checkpoint is written.
         """
         every = self.config.eval.steps
         return every > 0 and (last or step % every == 0)
@@ -40,8 +39,8 @@ class Evaluation:
     def is_due_at_start(self, step: int, *, last: bool) -> bool:
         """Return whether the run starts with an evaluation.
 
-        A run does so with --eval.at_start, and if the run that it resumes was interrupted during an
-        evaluation.
+        A run starts with an evaluation if --eval.at_start is set, or if it resumes a run that was
+        interrupted during an evaluation.
         """
         if step == 0:
             return self.config.eval.at_start and self.best.step is None
@@ -55,10 +54,11 @@ class Evaluation:
             return self.play(step)
 
     def judge(self, step: int, trajectories: list[Trajectory]) -> bool:
-        """Log pass@k and the other metrics. Return whether to save the weights as a new best.
+        """Log pass@k and all other evaluation metrics. Return whether to save the weights as the
+        new best.
 
-        Raises RewardErrors if too many episodes have failed. Such an evaluation is logged, but
-        never counts as the best.
+        Raises RewardErrors if too many episodes have failed. An evaluation with too many failures
+        is logged, but never counts as the best.
         """
         metrics = evaluation_metrics(trajectories, k=self.config.eval.n_samples_per_prompt)
         timing = {"timing/evaluation": self.clock.take("evaluation")}

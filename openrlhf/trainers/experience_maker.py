@@ -32,9 +32,10 @@ from openrlhf.workers.policy import kl_metrics
 
 @dataclass(frozen=True, kw_only=True)
 class StepBatch:
-    """A batch with the columns that the workers computed.
+    """A batch with the columns computed by the workers.
 
-    `trajectories` are all episodes with their rewards; `kept` are the episodes in `experience`.
+    `trajectories` contains all episodes with their rewards; `kept` contains the episodes in
+    `experience`.
     """
 
     experience: Experience
@@ -51,8 +52,8 @@ class StepBatch:
 def trainable(trajectories: Sequence[Trajectory], *, needs_groups: bool) -> list[int]:
     """Return the indices of the trainable episodes: not failed or filtered, with sampled tokens.
 
-    If samples of the same prompt are compared (`needs_groups`), a prompt's only sample is dropped
-    too.
+    If samples of the same prompt are compared (`needs_groups`), the only sample of a prompt is also
+    dropped.
     """
     finished: list[int] = []
     peers: Counter[int] = Counter()  # number of finished samples of each prompt
@@ -70,8 +71,9 @@ def trainable(trajectories: Sequence[Trajectory], *, needs_groups: bool) -> list
 class ExperienceMaker:
     """Adds model-computed columns to a batch and assigns credit to its tokens.
 
-    `stages` compute what the update needs. The stages omit model rewards if the episodes' source
-    has already added them. `kl` holds the KL coefficient, which is fixed or adapts to a target.
+    The `stages` compute the columns that the update needs, without the model rewards if the
+    episodes' source has already added them. `kl` holds the KL coefficient, which is fixed or adapts
+    to a target.
     """
 
     config: RLFlags
@@ -82,7 +84,8 @@ class ExperienceMaker:
         self.kl = KLController(kl.init_coef, target=kl.target, horizon=kl.horizon)
 
     def annotate(self, trajectories: Sequence[Trajectory]) -> StepBatch:
-        """Compute whichever of R, log π_old, log π_ref, log π_teacher and V the update needs.
+        """Compute R, log π_old, log π_ref, log π_teacher and V, but only those that the update
+        needs.
 
         The models compute in parallel. Each timing metric is the time in seconds from the common
         start to the end of its stage. Columns that are not computed have no metric.
@@ -147,7 +150,8 @@ class ExperienceMaker:
     ) -> dict[str, Tensor]:
         """Return the columns r_t, Â_t (not yet normalized) and Ĝ_t, all (N,).
 
-        `shaped` (B,) is the shaped reward of each row; `kl` (N,) is the estimate of the KL penalty.
+        `shaped` (B,) has the shaped reward of each row; `kl` (N,) has the estimate of the KL
+        penalty.
         """
         advantage = self.config.algo.advantage
         estimator = ADVANTAGE_ESTIMATORS[advantage.estimator]
@@ -247,7 +251,7 @@ def group_metrics(rewards: Tensor, groups: Tensor) -> dict[str, Metric]:
     The metrics are averaged over the prompts with at least two samples.
     """
     stats = group_statistics(rewards, groups)
-    weights = (stats.size > 1) / stats.size  # they sum to 1 within each group
+    weights = (stats.size > 1) / stats.size  # the weights sum to 1 within each group
     number = float(weights.sum())
     if not number:
         return {}

@@ -13,7 +13,7 @@ from openrlhf.workers.base import TrainedWorker
 
 @dataclass(frozen=True, kw_only=True)
 class Exporting:
-    """Exports the policy and, if the flags ask for it, the critic."""
+    """Exports the policy and, if requested by the flags, the critic."""
 
     policy: WorkerGroup
     critic: WorkerGroup | None

@@ -17,9 +17,9 @@ class DynamicFilter:
     """Keeps a prompt if low < mean score of its finished samples < high.
 
     A step starts with as many prompts as it needs, and each rejected prompt is replaced by the next
-    prompt in order. A step therefore draws no more prompts than it needs to fill its batch, in
-    whatever order the prompts finish. Without over-sampling, no prompt is waiting when a step is
-    complete, so a resumed run needs to know only how many prompts were drawn.
+    prompt in order. A step therefore draws no more prompts than it needs to fill its batch,
+    regardless of the order in which the prompts finish. Without over-sampling, no prompt is waiting
+    when a step is complete, so a resumed run only needs the number of drawn prompts.
     """
 
     low: float

@@ -52,7 +52,8 @@ class KTOTask(ReferencedTask[KTOConfig, LabelledRow]):
     def rows(self, dataset: Table, tokenizer: PreTrainedTokenizerBase) -> Rows:
         """Return labeled answers, or both answers of each pair if the dataset has no labels.
 
-        Raises DataError if there is only one row: its KL would equal its own log-ratio.
+        Raises DataError if there is only one row, because the KL would equal the row's own
+        log-ratio.
         """
         rows: BothAnswers | LabelledDataset
         data = self.config.data
@@ -111,7 +112,7 @@ class KTOTask(ReferencedTask[KTOConfig, LabelledRow]):
         return paired
 
     def collate(self, rows: Sequence[LabelledRow]) -> Answers:
-        """Return one ragged batch: sample 2i is row i, 2i + 1 is its prompt with another answer."""
+        """Return one ragged batch: sample 2i is row i, 2i + 1 its prompt with another answer."""
         tokens: list[list[int]] = []
         masks: list[list[bool]] = []
         desirable: list[bool] = []
@@ -139,9 +140,9 @@ class KTOTask(ReferencedTask[KTOConfig, LabelledRow]):
         return tokens, targets[:longest]
 
     def before(self, model: Any, micro: Answers) -> tuple[Answers, Mapping[str, float]]:
-        """Return the rows with Σ log π_ref, and their contribution to the KL.
+        """Return the rows with Σ log π_ref and their contribution to the KL estimate.
 
-        The mismatched samples are dropped, because only the KL needs them.
+        The mismatched samples are dropped, because they are needed only for the KL estimate.
         """
         micro, _ = super().before(model, micro)
         matched = micro.select(range(0, micro.num_samples, 2))

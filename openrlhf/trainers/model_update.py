@@ -18,7 +18,7 @@ from openrlhf.workers.policy import PolicyUpdate, PolicyWorker
 
 @dataclass(frozen=True, kw_only=True)
 class ModelUpdate:
-    """Updates a run's models, which take the same optimizer steps in the same order.
+    """Updates a run's models, all of which take the same optimizer steps in the same order.
 
     The critic and the policy are updated in parallel if they are on different devices.
     """
@@ -81,7 +81,8 @@ class ModelUpdate:
         )
 
     def _pretraining_texts(self, step: int, optimizer_steps: int) -> list[list[TokenRows]]:
-        """Return text from --algo.ptx.dataset for each data slice, a batch per optimizer step.
+        """Return text from --algo.ptx.dataset for each data slice, with one batch per optimizer
+        step.
 
         Without the flag, every list is empty.
         """

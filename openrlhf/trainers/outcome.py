@@ -1,7 +1,7 @@
 """Counts of a run's episodes by outcome.
 
-The run's last message shows the counts if the run used up its prompts early or never updated the
-model.
+The counts appear in the run's last message if the run used up its prompts early or never updated
+the model.
 """
 
 from collections import Counter
@@ -14,7 +14,7 @@ from openrlhf.trainers.filtering import DynamicFilter
 
 
 class NothingLearned(UserError, RuntimeError):
-    """Error for a run without an optimizer step, which explains what happened to the episodes."""
+    """Error for a run without an optimizer step; explains what happened to the episodes."""
 
 
 @dataclass(kw_only=True)
@@ -29,7 +29,7 @@ class Outcome:
     episodes: int = 0
     unused: Counter[str] = field(default_factory=Counter[str])  # number of episodes by reason
     first_error: str | None = None
-    # Scores of each prompt that the filter rejected, by prompt index.
+    # Scores of each prompt rejected by the filter, keyed by prompt index.
     rejected: dict[int, list[float]] = field(default_factory=dict[int, list[float]])
 
     def see(self, batch: StepBatch) -> None:
@@ -53,7 +53,7 @@ class Outcome:
 
     @property
     def rejections(self) -> str:
-        """A sentence about the prompts that the dynamic filter rejected, or an empty string."""
+        """A sentence about the prompts rejected by the dynamic filter, or an empty string."""
         if not self.keep or not self.rejected:
             return ""
         means = [fmean(scores) for scores in self.rejected.values() if scores]

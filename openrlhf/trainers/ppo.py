@@ -1,4 +1,7 @@
-"""The RL training loop. PPO, REINFORCE++, RLOO and GRPO differ only in `credit` and policy loss."""
+"""The RL training loop.
+
+PPO, REINFORCE++, RLOO and GRPO differ only in `credit` and in the policy loss.
+"""
 
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -95,7 +98,7 @@ class PPOTrainer:
             yield trajectories
 
     def annotate(self, trajectories: list[Trajectory]) -> StepBatch:
-        """Compute the columns that the update needs, and log the samples.
+        """Compute the columns needed by the update, and log the samples.
 
         Raises RewardErrors if too many episodes have failed.
         """
@@ -107,9 +110,8 @@ class PPOTrainer:
         return batch
 
     def assign_credit(self, batch: StepBatch) -> tuple[Experience, list[dict[str, Metric]]]:
-        """Compute advantages and returns. Return the rows to train on and the metrics so far.
-
-        The result is empty if no sample was kept, or if all samples are truncated and therefore
+        """Compute advantages and returns. Return the rows to train on and the metrics collected so
+        far. The rows are empty if no sample was kept, or if all samples are truncated and therefore
         dropped (--algo.loss.mask_truncated).
         """
         metrics = [step_metrics(self.source, batch)]
@@ -161,7 +163,7 @@ class PPOTrainer:
             self.recorder.display.note(note)
 
     def take_timing(self, metrics: dict[str, Metric]) -> dict[str, Metric]:
-        """Return the duration of each part of the step, and how busy the models were."""
+        """Return the duration of each part of the step, and the utilization of the models."""
         timing: dict[str, Metric] = {}
         parts = self.clock.take_all()
         for name, seconds in parts.items():
@@ -180,9 +182,8 @@ class PPOTrainer:
         return self.source.exhausted or self.stopped
 
     def evaluate(self) -> None:
-        """Evaluate the published weights, and save a checkpoint if they are a new best.
-
-        Termination interrupts only the sampling, and waits for everything else.
+        """Evaluate the published weights, and save a checkpoint if they are a new best. Termination
+        interrupts only the sampling; everything else completes first.
         """
         trajectories = self.evaluation.sample(self.step)
         if trajectories is None:
@@ -192,13 +193,13 @@ class PPOTrainer:
                 self.checkpointing.save(self.step, best=True)
 
     def save(self) -> None:
-        """Write a checkpoint. Termination is delayed until it is complete."""
+        """Write a checkpoint. Termination is delayed until the checkpoint is complete."""
         with termination.whole():
             self.checkpointing.save(self.step)
 
     def finish(self) -> None:
         """Evaluate and export the result. Raises NothingLearned if no batch was trained on."""
-        # The filter may use up the prompts before the last planned step and its evaluation.
+        # The filter may have used up the prompts before the last planned step and its evaluation.
         if self.evaluation.is_missing(self.step):
             self.evaluate()
         if self.source.exhausted and self.step < self.source.total_steps:
@@ -219,15 +220,15 @@ class PPOTrainer:
     def saving_last_step(self) -> Iterator[None]:
         """Save the last finished step if the block is terminated or fails.
 
-        This handles two failures: the loss of all engines, and an evaluation in which too many
-        episodes fail. If checkpoints are disabled and an evaluation fails, the model is exported
+        Two failures are handled: the loss of all engines, and an evaluation with too many failed
+        episodes. If checkpoints are disabled and an evaluation fails, the model is exported
         instead.
         """
         try:
             yield
         except (SystemExit, RolloutError, RewardErrors) as error:
             ckpt = self.config.ckpt
-            between_steps = self.step == self.source.step  # no unfinished step has taken a batch
+            between_steps = self.step == self.source.step  # no batch is unfinished
             in_evaluation = between_steps and isinstance(error, RewardErrors)
             if in_evaluation and ckpt.save_steps <= 0 and self.outcome.updates:
                 self.exporting.write_result()

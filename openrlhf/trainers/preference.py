@@ -1,8 +1,8 @@
 """Direct preference optimization (DPO) and related losses.
 
 The policy learns to prefer each pair's chosen answer more strongly than the reference does. This
-module also contains code that other tasks reuse: a frozen reference with its log-probabilities, and
-pairs whose two texts stay in the same micro-batch.
+module also contains code shared with other tasks: a frozen reference with its log-probabilities,
+and pairs whose two texts stay in the same micro-batch.
 """
 
 from collections.abc import Mapping, Sequence
@@ -51,7 +51,7 @@ class ReferencedTask(LanguageTask[Referenced, Row, Answers], Generic[Referenced,
         return self.config.ref.offload
 
     def before(self, model: Any, micro: Answers) -> tuple[Answers, Mapping[str, float]]:
-        """Add Σ log π_ref of the answers, unless it is already known or not needed."""
+        """Add Σ log π_ref of the answers, unless the sums are already known or not needed."""
         if micro.reference is not None or not self.config.needs_reference:
             return micro, {}
         if REFERENCE in self.frozen:
@@ -107,7 +107,7 @@ def pair_metrics(losses: Tensor, rewards: Tensor) -> dict[str, Metric]:
     return {
         "train/loss": Mean(float(losses.detach().sum()), pairs),
         "train/acc": accuracy,
-        "train/acc_mean": accuracy,  # the same value under the name that older dashboards use
+        "train/acc_mean": accuracy,  # the same value under the name used by older dashboards
         "train/chosen_reward": Mean(float(chosen.sum()), pairs),
         "train/reject_reward": Mean(float(rejected.sum()), pairs),
     }
@@ -115,7 +115,7 @@ def pair_metrics(losses: Tensor, rewards: Tensor) -> dict[str, Metric]:
 
 @offline_task("dpo")
 class PreferenceTask(PairTask[DPOConfig, Answers], ReferencedTask[DPOConfig, PairRow]):
-    """The --model.loss_type loss per pair, averaged over the window's pairs on all ranks."""
+    """The loss selected by --model.loss_type, averaged over the window's pairs on all ranks."""
 
     root: ClassVar = DPOConfig
     objective: ClassVar = (

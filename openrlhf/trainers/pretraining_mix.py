@@ -15,8 +15,8 @@ from openrlhf.trainers.update_plan import distribute
 class PretrainingMix:
     """Draws `batch_size` rows of text for each optimizer step. Every epoch is reshuffled.
 
-    The rows depend only on the seed and the optimizer step's number, so no state needs to be saved
-    for a resumed run.
+    The rows depend only on the seed and the number of the optimizer step, so resuming a run
+    requires no saved state.
     """
 
     def __init__(self, rows: SFTDataset, *, batch_size: int, seed: int) -> None:
@@ -38,9 +38,8 @@ class PretrainingMix:
     def for_ranks(
         self, optimizer_steps: Sequence[int], ranks: int, *, attention_length: int | None = None
     ) -> list[list[TokenRows]]:
-        """Return a batch per optimizer step for each rank; the ranks' `row_costs` are similar.
-
-        A rank that would have no rows gets one row whose loss mask is all false.
+        """Return one batch per optimizer step for each rank, such that the ranks' `row_costs` are
+        similar. A rank without rows gets one row whose loss mask is all false.
         """
         per_rank: list[list[TokenRows]] = [[] for _ in range(ranks)]
         for step in optimizer_steps:

@@ -40,7 +40,7 @@ class ProcessRewardTask(LanguageTask[PRMConfig, StepRow, Steps]):
     def rows(self, dataset: Table, tokenizer: PreTrainedTokenizerBase) -> StepDataset:
         """Return texts with labeled steps.
 
-        Raises DataError if one dataset has tokens as labels and another has numbers.
+        Raises DataError if some datasets have token labels and others have numeric labels.
         """
         rows = StepDataset(dataset, tokenizer, self.config)
         if self.soft not in (None, rows.soft):
@@ -91,7 +91,7 @@ class ProcessRewardTask(LanguageTask[PRMConfig, StepRow, Steps]):
         among = torch.tensor(self.reward_tokens, device=labels.device)
 
         def judged(logits: Tensor, rows: slice) -> Tensor:
-            """Return the loss at each of these steps, and whether the likeliest label is right."""
+            """Return the loss at each given step, and whether the most likely label is correct."""
             if len(among):
                 logits = logits[:, among]
             targets, likeliest = self._targets(labels[rows], among, logits.dtype)
@@ -110,7 +110,7 @@ class ProcessRewardTask(LanguageTask[PRMConfig, StepRow, Steps]):
         return self.share(summed, outputs.aux_loss, seen, totals["steps"], metrics)
 
     def _targets(self, labels: Tensor, among: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-        """Return the targets of the cross-entropy, and the index of each step's likeliest label."""
+        """Return the cross-entropy targets, and the index of each step's most likely label."""
         if self.soft:
             targets = torch.stack([labels, 1 - labels], 1).to(dtype)
             return targets, targets.argmax(1)

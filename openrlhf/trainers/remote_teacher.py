@@ -23,15 +23,15 @@ from openrlhf.rewards.remote_engines import RemoteEngine, in_background, remote_
 from openrlhf.rewards.servers import ServerError
 from openrlhf.trainers.stages import Add, EpisodeRows
 
-PROBED = 64  # number of tokens, spread over the vocabulary, whose texts are compared
-UNREADABLE = "\ufffd"  # replacement character: the token holds only part of a character
+PROBED = 64  # number of tokens to compare, spread over the vocabulary
+UNREADABLE = "\ufffd"  # replacement character, for tokens that hold only part of a character
 
 
 class RemoteTeacher:
     """A teacher on a vLLM server, scored with `prompt_logprobs` at temperature 1.
 
-    `flag` is the flag that names the teacher, with its value. `best` is the number of most likely
-    tokens to request for each position.
+    `flag` is the flag that names the teacher, including its value. `best` is the number of most
+    likely tokens to request for each position.
     """
 
     def __init__(self, flag: str, engine: RemoteEngine, *, best: int = 0) -> None:
@@ -72,7 +72,7 @@ class RemoteTeacher:
         return scores
 
     async def _logprobs(self, tokens: Sequence[int]) -> list[float]:
-        """Return the log-probability (nats) of each token, with 0.0 for the first one."""
+        """Return the log-probability (nats) of each token, with 0.0 for the first token."""
         judged = await self._judged(tokens)
         logprobs = [self.engine.read(entry, "logprob", kind=float) for entry in judged]
         if not all(map(math.isfinite, logprobs)):
@@ -98,9 +98,9 @@ class RemoteTeacher:
     def check(self, tokenizer: PreTrainedTokenizerBase, *, max_len: int) -> None:
         """Check that the teacher accepts `max_len` tokens and has the policy's vocabulary.
 
-        The server returns texts only for the tokens it receives, so the check compares a sample of
-        the vocabulary. Raises ConfigError if the server cannot be used as a teacher, and DataError
-        if its vocabulary differs.
+        The server returns the text of a token only if it receives that token, so the check compares
+        a sample of the vocabulary. Raises ConfigError if the server cannot be used as a teacher,
+        and DataError if its vocabulary differs.
         """
         try:
             room = in_background(self.engine.room()).result()

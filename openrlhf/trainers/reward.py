@@ -18,7 +18,7 @@ from openrlhf.observability.metrics import Deviation, Mean, Metric
 from openrlhf.trainers.preference import PairTask, pair_metrics
 from openrlhf.trainers.tasks import offline_task, trained_spec
 
-# Number of training rows to evaluate if there is no evaluation set: a fraction, and a minimum.
+# Fraction and minimum number of training rows to evaluate if there is no evaluation set.
 MEASURED_FRACTION = 0.01
 FEWEST_MEASURED = 100
 
@@ -40,7 +40,10 @@ class RewardTask(PairTask[RMConfig, Pairs]):
         return PreferenceDataset(dataset, tokenizer, self.config.data)
 
     def measured_rows(self, train_rows: Any) -> Subset[PairRow]:
-        """Return the first training rows. The model always stores the scale of their rewards."""
+        """Return the first training rows.
+
+        The model always stores the scale of the rewards of these rows.
+        """
         number = max(FEWEST_MEASURED, int(len(train_rows) * MEASURED_FRACTION))
         return Subset(train_rows, range(min(number, len(train_rows))))
 
@@ -103,7 +106,7 @@ class RewardTask(PairTask[RMConfig, Pairs]):
     def evaluated(self, model: nn.Module, numbers: Mapping[str, float]) -> None:
         """Store the rewards' mean and standard deviation in the model's configuration.
 
-        RL uses these values with --reward.normalize_enable.
+        RL runs use these values with --reward.normalize_enable.
         """
         assert isinstance(model, ScalarModel)
         model.set_scale(numbers["eval/reward_mean"], numbers["eval/reward_std"])

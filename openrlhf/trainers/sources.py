@@ -1,4 +1,4 @@
-"""Sources of trajectories, which generate the batch for each training step."""
+"""Sources of trajectories that generate the batch for each training step."""
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Sequence
@@ -33,10 +33,10 @@ READ_TOGETHER = 64  # number of prompts that the data loader reads at a time
 
 @dataclass(eq=False, repr=False)
 class Source(ABC):
-    """The loop's only view of generation: batches for the remaining steps, and prompt progress.
+    """The training loop's only interface to generation: remaining batches and prompt progress.
 
-    `annotated` adds the scores that the filter `keep` reads. `errors` limits how many episodes may
-    fail. `consumed` counts the used prompts over all epochs; it is saved in checkpoints.
+    `annotated` adds the scores needed by the filter `keep`. `errors` limits how many episodes may
+    fail. `consumed` is the number of prompts used over all epochs, which is saved in checkpoints.
     `total_steps` is the planned number of steps; filtering may use up the prompts earlier.
     """
 
@@ -87,7 +87,7 @@ class Source(ABC):
     def publishing(self, version: int) -> AbstractContextManager[bool]:
         """Yield whether weights can be published in the block.
 
-        By default, this is True, because no sample is in progress between steps.
+        By default, the value is True, because no sample is in progress between steps.
         """
         return nullcontext(True)
 
@@ -111,12 +111,12 @@ class Source(ABC):
             collate_fn=list,
             num_workers=self.config.data.dataloader_num_workers,
         )
-        # Counts the prompts that were yielded, not those that the loader has prefetched.
+        # Counts the yielded prompts, not the prompts prefetched by the loader.
         for self._drawn, prompt in enumerate(chain.from_iterable(loader), drawn + 1):
             yield replace(prompt, index=self._drawn - 1)
 
     def prompt(self, number: int) -> Prompt:
-        """Return the prompt that is drawn after `number` prompts have been drawn."""
+        """Return the prompt to draw after `number` prompts have been drawn."""
         row = next(iter(self._order(number)))
         return replace(self.prompts[row], index=number)
 
@@ -126,7 +126,7 @@ class Source(ABC):
         )
 
     async def judged(self, group: Group) -> Group:
-        """Return the group with the scores that the filter reads, marked if it is rejected."""
+        """Return the group with the scores needed by the filter, marked as filtered if rejected."""
         group = await self.annotated(group)
         if self.keep is None:
             return group
@@ -139,11 +139,11 @@ class Source(ABC):
 
 @dataclass(eq=False, repr=False)
 class SyncSource(Source):
-    """Generates a batch, with the last published weights, whenever the loop needs one.
+    """Generates each batch when the training loop needs it, with the last published weights.
 
     `batch_size` is the number of prompts per step, not counting rejected prompts; the last batch of
-    an epoch may be smaller. `at_once` is the number of prompts to generate responses for at a time;
-    it covers at least one step. If these prompts fill several steps, the later steps train on
+    an epoch may be smaller. `at_once` is the number of prompts to generate responses for at a time
+    (at least one step's prompts). If `at_once` prompts fill several steps, the later steps train on
     samples from older weights. The generator yields nothing after step `last_step`. `consumed`
     counts the prompts of the yielded steps. A resumed run continues after these prompts and
     generates the waiting groups again.
@@ -194,7 +194,7 @@ class SyncSource(Source):
     def _generate(self, prompts: Iterator[Prompt]) -> list[Group]:
         """Return the groups of the next prompts in prompt order, or an empty list after the epoch.
 
-        A batch whose failures are bound to exceed the error budget is aborted early, and the
+        A batch whose failures will certainly exceed the error budget is aborted early, and the
         training loop reports the errors. A batch for several steps is never aborted early, because
         its cancelled prompts would be missing from the epoch.
         """
@@ -224,7 +224,7 @@ class SyncSource(Source):
 
 
 def _kept(groups: Sequence[Sequence[Trajectory]]) -> list[int]:
-    """Return the indices of the groups that the filter kept."""
+    """Return the indices of the groups kept by the filter."""
     return [place for place, group in enumerate(groups) if not group[0].filtered]
 
 

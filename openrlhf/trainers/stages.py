@@ -1,4 +1,4 @@
-"""Rewards and per-token columns that models compute for finished episodes.
+"""Model-computed rewards and per-token columns for finished episodes.
 
 The same stages process a step's batch, the samples of one prompt (for dynamic filtering and
 asynchronous runs), and the episodes of an evaluation. Columns stay tensors from the worker to the
@@ -27,7 +27,7 @@ from openrlhf.workers.frozen import RewardWorker
 
 
 class EpisodeRows:
-    """Finished episodes, and their rows with the columns computed so far.
+    """Finished episodes, with their rows and the columns computed so far.
 
     There is one row per conversation: the conversations of the first episode, then those of the
     second, and so on. By default, the rows are built from the episodes when a stage first reads
@@ -79,7 +79,7 @@ class EpisodeRows:
         return done
 
 
-# Waits for a result, with a timeout in seconds, and returns it together with its episodes and rows.
+# Waits for a result with a timeout in seconds; returns the episodes and rows with the result added.
 Add = Callable[[EpisodeRows, float], EpisodeRows]
 
 
@@ -88,14 +88,17 @@ class Stage(Protocol):
 
     @property
     def writes(self) -> str | None:
-        """The column of `Experience` to write; None for rewards, which belong to the episodes."""
+        """The `Experience` column to write, or None for rewards, which belong to the episodes."""
 
     @property
     def timing(self) -> str | None:
-        """The name of the stage's timing metric; None if no model is called."""
+        """The name of the stage's timing metric, or None if no model is called."""
 
     def launch(self, batch: EpisodeRows) -> Add:
-        """Start the computation. Return a function that waits for the result and adds it."""
+        """Start the computation.
+
+        Return a function that waits for the result and adds it to the rows.
+        """
         ...
 
 
@@ -133,8 +136,8 @@ def launch_scoring(
     are put back in row order.
     """
     costs = row_costs(batch.lengths.tolist(), workers.attention_length)
-    # A slice without rows gets the first row, because some forward passes are collective. This does
-    # not change the result.
+    # A slice without rows gets the first row, because some forward passes are collective.
+    # The extra row does not change the result.
     parts = [rows or [0] for rows in distribute(costs, range(len(costs)), workers.slices)]
     calls = workers.launch(method, batch.split(parts))
 
@@ -157,7 +160,7 @@ def launch_scoring(
 class ColumnStage:
     """A per-token column that workers compute.
 
-    `reads` returns the batch that is sent to the workers, with only the columns that they need.
+    `reads` returns the batch to send to the workers, with only the columns that the workers need.
     """
 
     writes: str
@@ -236,7 +239,7 @@ class EarlyStages:
         return await asyncio.to_thread(self.annotate, group)
 
     def annotate(self, trajectories: Sequence[Trajectory]) -> list[Trajectory]:
-        """Return the episodes, with rewards and columns added to those that did not fail."""
+        """Return the episodes, with rewards and columns added to all episodes that did not fail."""
         finished = [trajectory for trajectory in trajectories if not trajectory.failed]
         if not finished:
             return list(trajectories)

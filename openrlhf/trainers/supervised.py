@@ -33,7 +33,10 @@ T = TypeVar("T")
 
 @dataclass(eq=False, repr=False)
 class SupervisedTrainer(Generic[Row, Micro]):
-    """Trains a task: steps, logs, evaluations, checkpoints and export. Every process has one."""
+    """Trains a task: steps, logs, evaluations, checkpoints and export.
+
+    Every process has a trainer.
+    """
 
     task: OfflineTask[Any, Row, Micro]
     engine: TrainEngine
@@ -60,11 +63,11 @@ class SupervisedTrainer(Generic[Row, Micro]):
         )
         followed = self.ckpt.best_metric_key
         if not followed and not config.eval.patience:
-            followed = "none"  # without a flag that names a metric, only early stopping tracks one
+            followed = "none"  # if no flag names a metric, only early stopping tracks a metric
         self.best = BestMetric(followed, ending="loss", patience=config.eval.patience)
         self.step = 0
         self.saved = -1  # step of the newest checkpoint
-        self.measured_at = -1  # step of the evaluation whose results the model stores
+        self.measured_at = -1  # step of the evaluation whose results are stored in the model
 
     def fit(self) -> None:
         """Train until the steps run out or --eval.patience ends the run, then export the model."""
@@ -72,7 +75,7 @@ class SupervisedTrainer(Generic[Row, Micro]):
             self.recorder.display.begin(self.total_steps, done=self.step)
         with termination.whole():  # all ranks terminate together, after a step or the export
             if self.step > self.best.evaluated_at and self.step > 0 and self.evaluation_is_due:
-                self.evaluate()  # the run resumes from a step that was not evaluated yet
+                self.evaluate()  # resumed from a step that was not evaluated yet
             for window in self.windows():
                 metrics = self.update(window)  # θ ← θ − η ∇ℓ(window)
                 self.log_step(metrics)
@@ -90,7 +93,7 @@ class SupervisedTrainer(Generic[Row, Micro]):
         self.note(f"model: {self.ckpt.output_dir}")
 
     def note(self, text: str) -> None:
-        """Print a line to the terminal, from the main process only."""
+        """Print a line to the terminal, in the main process only."""
         if self.recorder:
             self.recorder.display.note(text)
 
@@ -121,7 +124,7 @@ class SupervisedTrainer(Generic[Row, Micro]):
             sampler=order,
             collate_fn=list,
             num_workers=self.task.config.data.dataloader_num_workers,
-            # Without this, the loader would draw its seed from the generator used by dropout.
+            # By default, the loader would draw its seed from the generator used by dropout.
             generator=torch.Generator(),
         )
 
@@ -171,7 +174,10 @@ class SupervisedTrainer(Generic[Row, Micro]):
         return self.eval_rows is not None and (at_interval or self.step == self.total_steps)
 
     def evaluate(self) -> None:
-        """Evaluate and log, and save a new best. Stop if the process is asked to terminate."""
+        """Evaluate and log the results, and save a new best.
+
+        Stop if the process is asked to terminate.
+        """
         numbers = self.measure(interruptible=True)
         if numbers is None:
             return
@@ -183,13 +189,13 @@ class SupervisedTrainer(Generic[Row, Micro]):
     def measure(self, *, interruptible: bool = False) -> dict[str, float] | None:
         """Return the task's metrics over all evaluation rows, each row counted once. Collective.
 
-        As in training, a first pass over all rows precedes the computation of the losses. Returns
-        None on all ranks if `interruptible` and a rank is asked to terminate.
+        As in training, a first pass over all rows runs before any loss is computed. Returns None on
+        all ranks if `interruptible` and a rank is asked to terminate.
         """
         parts: list[dict[str, Metric]] = []
         with self.engine.evaluating(), torch.no_grad():
             micros: list[Micro] = []
-            # counts of the micro-batches that hold this rank's own rows, which come first
+            # counts for the micro-batches with this rank's own rows, which come first
             counts: list[dict[str, float]] = []
             for rows in self._evaluation_batches():
                 if interruptible and self.task.has_first_pass and self._asked_to_end():
@@ -203,7 +209,7 @@ class SupervisedTrainer(Generic[Row, Micro]):
             for micro in micros:
                 if interruptible and self._asked_to_end():
                     return None
-                _, metrics = self._loss(micro, totals)  # collective: every rank runs it
+                _, metrics = self._loss(micro, totals)  # a collective operation, run by every rank
                 parts.append(metrics)
         counted = parts[: len(counts)]
         merged = merge_all(chain.from_iterable(self.strategy.gather(counted)))
@@ -215,8 +221,8 @@ class SupervisedTrainer(Generic[Row, Micro]):
     def _evaluation_batches(self) -> Iterator[list[Any]]:
         """Yield this rank's evaluation rows in micro-batches, which may be empty at the end.
 
-        Every rank runs as many forward passes as rank 0, which has the most rows. Under ZeRO 3, a
-        forward pass is collective, and so is the check for an interruption.
+        Every rank runs as many forward passes as rank 0, which has the most rows. Under ZeRO 3,
+        forward passes and the check for an interruption are collective.
         """
         size = self.train.micro_batch_size
         ranks = self.strategy.dp_size
@@ -237,10 +243,11 @@ class SupervisedTrainer(Generic[Row, Micro]):
         return totals
 
     def store_numbers(self, *, interruptible: bool = False) -> None:
-        """Evaluate the weights to export, so that the model can store the results. Collective.
+        """Evaluate the weights to export, so that the model can store the results.
 
-        A reward model stores the mean and standard deviation of its rewards. If `interruptible` and
-        a rank is asked to terminate, the model keeps the results of its latest evaluation.
+        All ranks must call this method. A reward model stores the mean and standard deviation of
+        its rewards. If `interruptible` and a rank is asked to terminate, the model keeps the
+        results of its latest evaluation.
         """
         stored = self.measured_at == self.step and not self.engine.average
         if self.eval_rows is None or not self.task.stores_numbers or stored:

@@ -1,6 +1,5 @@
-"""Offline tasks by name: `openrlhf sft` trains the task "sft".
-
-A task that a plug-in registers also becomes a command.
+"""Offline tasks by name. For example, `openrlhf sft` trains the task "sft". A task registered by a
+plug-in also becomes a command.
 """
 
 from abc import ABC, abstractmethod
@@ -49,15 +48,16 @@ class OfflineTask(ABC, Generic[Config, Row, Micro]):
     root: ClassVar[type[SupervisedConfig]] = SFTConfig  # the configuration class with the flags
     padding_side: ClassVar[str] = "right"
     rows_per_unit: ClassVar[int] = 1  # number of consecutive rows that must share a micro-batch
-    # Flags that define the loss. A resumed run must use the same values.
+    # Flags that define the loss and must have the same values in a resumed run.
     objective: ClassVar[tuple[str, ...]] = ("model.aux_loss_coef",)
     stores_numbers: ClassVar[bool] = False  # True if `evaluated` stores numbers in the model
-    # Titles under which --dry_run shows the samples that `collate` makes from a row; "" hides one.
+    # Titles for the samples that `collate` creates from a row, shown by --dry_run; "" hides a
+    # sample.
     sample_names: ClassVar[tuple[str, ...]] = ("text",)
 
     def __init__(self, config: Config) -> None:
         self.config = config
-        # The models from `frozen_models`, which are loaded before training begins.
+        # The models from `frozen_models`, loaded before training begins.
         self.frozen: Mapping[str, FrozenModel] = {}
 
     @abstractmethod
@@ -73,12 +73,12 @@ class OfflineTask(ABC, Generic[Config, Row, Micro]):
 
     @abstractmethod
     def load_model(self) -> nn.Module:
-        """Load the model to train. Exports read its submodule `hf`."""
+        """Load the model to train. Exports use the model's submodule `hf`."""
 
     def frozen_paths(self) -> dict[str, str | None]:
         """Return the paths of the frozen language models, keyed by the flags that name them.
 
-        A path of None means a copy of the model as it was before training.
+        A path of None means a copy of the model before training.
         """
         return {}
 
@@ -110,7 +110,7 @@ class OfflineTask(ABC, Generic[Config, Row, Micro]):
     def micro_batches(self, batch: Micro, limits: MicroBatchLimits) -> list[Micro]:
         """Split a batch. Row limits count units of `rows_per_unit` rows."""
         size = self.rows_per_unit
-        longest = batch.lengths.view(-1, size).amax(1)  # length of each unit's longest row
+        longest = batch.lengths.view(-1, size).amax(1)  # length of the longest row in each unit
         partition: list[list[int]] = []
         for units in limits.cut(longest):
             rows: list[int] = []
@@ -122,10 +122,10 @@ class OfflineTask(ABC, Generic[Config, Row, Micro]):
     def before(self, model: Any, micro: Micro) -> tuple[Micro, Mapping[str, float]]:
         """Process a micro-batch in the first pass over an optimizer step, without gradient.
 
-        The first pass processes all micro-batches of the step before the first loss. Returns the
-        micro-batch, optionally with more columns (log-probabilities of a frozen model), and a dict
-        of numbers. These numbers are summed over the entire window and all ranks, and passed to
-        `loss` in `totals`. Every micro-batch must run the same forward passes, because forward
+        The first pass processes all micro-batches of the step before any loss is computed. Returns
+        the micro-batch, optionally with more columns (log-probabilities of a frozen model), and a
+        dict of numbers. These numbers are summed over the entire window and all ranks, and passed
+        to `loss` in `totals`. Every micro-batch must run the same forward passes, because forward
         passes are collective under ZeRO 3.
         """
         return micro, {}
@@ -139,7 +139,7 @@ class OfflineTask(ABC, Generic[Config, Row, Micro]):
     def counts(self, micro: Micro) -> Mapping[str, float]:
         """Return the denominators of a micro-batch.
 
-        `loss` gets their sums over the window and all ranks in `totals`.
+        The sums of the denominators over the window and all ranks are passed to `loss` in `totals`.
         """
 
     @abstractmethod
@@ -158,9 +158,9 @@ class OfflineTask(ABC, Generic[Config, Row, Micro]):
     ) -> tuple[Tensor, dict[str, Metric]]:
         """Return the result of `loss`: the summed loss ÷ `total`, and the metrics.
 
-        For a mixture of experts, the load-balancing term is added to the loss. The metrics also get
-        the loss under a name that all tasks share. `seen` is the micro-batch's contribution to the
-        denominator `total`.
+        For a mixture of experts, the load-balancing term is added to the loss. The metrics also
+        include the loss under a name shared by all tasks. `seen` is the micro-batch's contribution
+        to the denominator `total`.
         """
         balance, balance_metrics = balancing_term(aux_loss, self.config.model.aux_loss_coef, seen)
         minimised = {"train/loss_mean": Mean(float(summed.detach()), seen)}
@@ -168,7 +168,7 @@ class OfflineTask(ABC, Generic[Config, Row, Micro]):
 
     @abstractmethod
     def evaluation_names(self, metrics: Mapping[str, Metric]) -> dict[str, Metric]:
-        """Return an evaluation's metrics under their logged names, from the metrics of its rows."""
+        """Return an evaluation's metrics by logged name, given the metrics of its rows."""
 
     def text_format(self, tokenizer: PreTrainedTokenizerBase, ending: str) -> TextFormat | None:
         """Return the prompt format used in training, which is stored with the model.
@@ -188,14 +188,13 @@ class OfflineTask(ABC, Generic[Config, Row, Micro]):
     def measured_rows(self, train_rows: Rows) -> Any:
         """Return the rows to evaluate if --eval.dataset is not set.
 
-        By default, this is None, which disables evaluation.
+        By default, return None, which disables evaluation.
         """
         return None
 
     def evaluated(self, model: nn.Module, numbers: Mapping[str, float]) -> None:
-        """Receive the results of an evaluation. A task may store some of them in the model.
-
-        Called in every process with the same results.
+        """Receive the results of an evaluation. A task may store some results in the model. Every
+        process calls this method with the same results.
         """
 
 
@@ -227,7 +226,7 @@ OFFLINE_TASKS: Registry[type[OfflineTask[Any, Any, Any]]] = Registry("offline ta
 
 
 def offline_task(name: str) -> Callable[[Kind], Kind]:
-    """Return a decorator that registers a task, which `openrlhf <name> …` then trains."""
+    """Return a decorator that registers a task for the command `openrlhf <name>`."""
 
     def decorate(task: Kind) -> Kind:
         OFFLINE_TASKS.add(name, task)

@@ -1,7 +1,7 @@
 """Assigns rows to ranks and optimizer steps.
 
-The assignment is computed for all ranks before any rows are sent. The set of rows in an optimizer
-step does not depend on the number of ranks; only their assignment to ranks does.
+The assignment is computed for all ranks before any rows are sent. The number of ranks affects only
+which rank gets a row, not which rows belong to an optimizer step.
 """
 
 from collections import defaultdict
@@ -16,7 +16,10 @@ from openrlhf.data.batching import balanced_partition
 
 @dataclass(frozen=True, kw_only=True)
 class RankUpdate:
-    """One rank's rows in an update. `steps` has indices into `rows` for each optimizer step."""
+    """One rank's rows in an update.
+
+    `steps` contains indices into `rows` for each optimizer step.
+    """
 
     rows: list[int]
     steps: list[list[int]]
@@ -33,10 +36,10 @@ def plan_update(
 ) -> list[RankUpdate]:
     """Split rows into optimizer steps of `batch_size` episodes, balanced over the ranks.
 
-    `costs` has the relative compute of each row (`row_costs`). `episodes` has the index of each
-    row's episode; by default, every row is a separate episode. An episode's rows are in the same
-    step. Each epoch is reshuffled. The rows left over after full batches form a last, smaller step,
-    because they were generated at full cost. The plan depends only on the arguments.
+    `costs` contains the relative compute cost of each row (`row_costs`). `episodes` contains the
+    index of each row's episode; by default, every row is a separate episode. All rows of an episode
+    are in the same step. Each epoch is reshuffled. Rows left over after the last full batch form a
+    smaller step, because they were generated at full cost. The plan depends only on the arguments.
     """
     generator = torch.Generator().manual_seed(seed)
     per_rank: list[list[list[int]]] = [[] for _ in range(ranks)]
@@ -77,7 +80,7 @@ def _rows_by_episode(episodes: Sequence[int]) -> list[list[int]]:
 
 
 def _with_local_rows(steps: list[list[int]]) -> RankUpdate:
-    """Return a rank's distinct rows, and its steps as indices into them.
+    """Return a rank's distinct rows, and its steps as indices into these rows.
 
     A rank without rows gets the first row, because some forward passes are collective. No optimizer
     step trains on this row.

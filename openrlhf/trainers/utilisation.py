@@ -11,7 +11,7 @@ from openrlhf.rollout.measures import concurrency
 def utilisation(hosts: Sequence[Sequence[Span]], seconds: float) -> dict[str, Metric]:
     """Return the utilization metrics of a step that took `seconds`.
 
-    `hosts` has the busy spans of each set of processes. A set runs one role at a time.
+    `hosts` contains the busy spans of each set of processes. A set runs one role at a time.
     """
     busy = 0.0  # busy seconds, summed over the hosts
     some_busy = 0.0
