@@ -38,7 +38,7 @@ def test_small_shared_memory_is_reported_as_failure(monkeypatch: pytest.MonkeyPa
     monkeypatch.setattr(resources, "disk_of", returning(Disk(total=2 << 30, free=2 << 30)))
     assert levels(resources.shared_memory()) == ["pass"]
     monkeypatch.setattr(machine, "count_gpus", returning(8))
-    assert levels(resources.shared_memory()) == ["failure"]  # 8 GiB are needed
+    assert levels(resources.shared_memory()) == ["failure"]  # the requirement is 8 GiB
 
 
 def test_missing_shared_memory_is_a_failure_without_the_size_of_another_disk(

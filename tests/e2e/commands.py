@@ -28,7 +28,7 @@ from tests.plausible import implausible
 from tests.ranks import ROOT
 
 PLAIN = (sys.executable, "-m")
-# Other tests in this process may have initialized a process group of one rank.
+# Another test in the process may have initialized a process group of one rank.
 LAUNCHER_VARIABLES = (
     "RANK",
     "WORLD_SIZE",
@@ -107,10 +107,10 @@ def launch(
     folder: Path = ROOT,
     variables: Mapping[str, str] | None = None,
 ) -> subprocess.Popen[str]:
-    """Start `openrlhf.cli.<command>` in its own session, with this environment's tools on PATH.
+    """Start `openrlhf.cli.<command>` in its own session, with the virtual environment on PATH.
 
-    `command` may include a verb (`main my_task`). `folder`: the working directory. `variables`:
-    additional environment variables.
+    `command` may include a verb (`main my_task`). The working directory is `folder`, and
+    `variables` are added to the environment.
     """
     environment = {k: v for k, v in os.environ.items() if k not in LAUNCHER_VARIABLES} | dict(
         variables or {}
@@ -173,14 +173,14 @@ def kill_when(
 
 
 def steps_logged(folder: Path) -> int:
-    """Return the last training step logged in a run folder, which may still be in use."""
+    """Return the last training step logged in the folder of a finished or active run."""
     return max((row["step"] for row in read_lines(folder / "metrics.jsonl")), default=0)
 
 
 def numbers(folder: Path) -> list[dict[str, Any]]:
     """Return the lines of metrics.jsonl without timing metrics.
 
-    Check that all values are plausible.
+    Also checks that all values are plausible.
     """
     rows = list(read_lines(folder / "metrics.jsonl"))
     assert implausible(rows) == []

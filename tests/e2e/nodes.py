@@ -41,7 +41,7 @@ def type_in(line: str, folder: Path, variables: dict[str, str]) -> subprocess.Po
 def start_node(
     flags: str, folder: Path, variables: dict[str, str], log: Path
 ) -> subprocess.Popen[bytes]:
-    """Start a node with `ray start`, and return its process once it reports that it is running."""
+    """Start a node with `ray start`, and return its process once the node reports that it is up."""
     with log.open("wb") as output:
         node = subprocess.Popen(
             ["ray", "start", *flags.split()],

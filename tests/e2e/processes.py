@@ -1,4 +1,4 @@
-"""The descendants of a process and whether they are still running. Works only on Linux."""
+"""The descendants of a process and whether they are still running (Linux only)."""
 
 from __future__ import annotations
 
@@ -59,7 +59,7 @@ def descendants(pid: int) -> list[Process]:
 
 
 def survivors(processes: Iterable[Process], *, within: float) -> list[str]:
-    """Return the command lines of the processes that are still running after `within` seconds."""
+    """Return the command lines of processes that are still running after `within` seconds."""
     deadline = time.monotonic() + within
     while left := [process.command for process in processes if process.running]:
         if time.monotonic() > deadline:

@@ -115,7 +115,7 @@ def test_same_seed_gives_the_same_episodes_with_any_number_of_processes(
 
 
 def test_agent_that_uses_only_the_openai_client_trains(workspace: Path) -> None:
-    """The untrained policy calls no tools. `make verify` tests that it learns to call them."""
+    """The untrained policy calls no tools; `make verify` tests learning to call tools."""
     task = workspace / "sums"
     task.mkdir()
     make_task(task, transcripts=1, prompts=12)

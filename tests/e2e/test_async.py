@@ -77,7 +77,7 @@ def flags(workspace: Path, folder: Path, **changes: Any) -> dict[str, Any]:
 
 
 def lags(folder: Path) -> list[int]:
-    """Return, for each sample, its step's weight version minus its first token's version."""
+    """Return each sample's lag: the weight version of its step minus that of its first token."""
     return [row["step"] - 1 - min(row["weight_versions"]) for row in samples(folder)]
 
 
@@ -131,7 +131,7 @@ def test_every_sample_has_one_weight_version_without_partial_rollouts(workspace:
     train_here(flags(workspace, folder, **{"train.async_queue_size": 1, "data.max_samples": 12}))
     assert {len(row["weight_versions"]) for row in samples(folder)} == {1}
     assert set(lags(folder)) == {0, 1}
-    assert lags(folder).count(0) == BATCH * SAMPLES  # only the first step's samples have no lag
+    assert lags(folder).count(0) == BATCH * SAMPLES  # only samples of step 1 have no lag
 
 
 @pytest.mark.usefixtures("cluster")
@@ -180,9 +180,9 @@ def test_rejected_prompts_are_replaced_during_training(workspace: Path) -> None:
 def test_models_score_a_prompt_in_parallel_while_other_samples_are_in_progress(
     workspace: Path,
 ) -> None:
-    """The agent finishes no other prompt until models score the first one.
+    """The agent finishes no other prompt until models have started to score the first prompt.
 
-    A run that scored only whole batches would therefore never end.
+    Therefore, a run that scored only complete batches would never end.
     """
     folder = workspace / "side-by-side"
     plugin, agent = (folder / "user" / name for name in ("slow_scores.py", "patient_agent.py"))

@@ -40,15 +40,14 @@ from tests.verify.test_learning import RUNS as LEARNING_RUNS
 MODEL: dict[str, Any] = {
     **HEADS,
     "max_position_embeddings": 2048,
-}  # matches the default --data.max_len
+}  # the default --data.max_len
 VOCABULARY = 64
 ROWS, BATCH = (
     320,
     128,
 )  # two full optimizer steps and one with the remaining 64 rows
-# Sets of flags that together exercise every advantage estimator and every policy loss. `make
-# verify` runs all other methods, either here with defaults or for longer in
-# tests/verify/test_learning.py.
+# `make test` runs only a few methods.
+# `make verify` runs all others, here with defaults or longer in tests/verify/test_learning.py.
 SOME_METHODS = ("gae", "dapo")
 OTHER_METHODS = sorted(flag_sets().keys() - SOME_METHODS - LEARNING_RUNS.keys())
 
@@ -140,7 +139,7 @@ def test_ppo_with_a_reward_model_trains_with_default_flags(ppo: Path) -> None:
     assert column(ppo, "train/actor_lr") == default_schedule(1e-6, len(steps))
     assert column(ppo, "train/critic_lr") == default_schedule(9e-6, len(steps))
     first = steps[0]
-    # The policy still equals its reference, and each batch's only optimizer step starts at π_old.
+    # The policy equals its reference, and the only optimizer step of each batch starts at π_old.
     assert first["train/kl"] == 0
     for row in steps:
         assert abs(row["train/ppo_kl"]) < 1e-6 and row["train/ppo_clip_ratio"] == 0
@@ -156,7 +155,7 @@ def test_ppo_with_a_reward_model_trains_with_default_flags(ppo: Path) -> None:
 def test_train_ppo_accepts_the_flags_of_older_launch_scripts(
     workspace: Path, reward_model: Path
 ) -> None:
-    """The flags come from an older release's script, with shorter answers and fewer prompts."""
+    """The flags are from an older release's script, with shorter answers and fewer prompts."""
     folder = workspace / "old_ppo"
     line = {
         "pretrain": workspace / "model",

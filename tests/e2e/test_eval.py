@@ -152,7 +152,7 @@ def test_table_has_a_row_per_data_source_and_a_total(pass_k: Finished) -> None:
 
 @pytest.fixture(scope="module")
 def cluster(pass_k: Finished) -> Iterator[None]:
-    """Start Ray for the tests below, after `pass_k`, which must find no running Ray."""
+    """Start Ray after `pass_k` is complete, because `pass_k` must find no running Ray."""
     ray.init(
         num_cpus=4, include_dashboard=False, log_to_driver=False, object_store_memory=256 << 20
     )
@@ -199,7 +199,7 @@ def test_reward_model_accuracy_matches_plain_transformers(workspace: Path) -> No
 @pytest.mark.verify
 @pytest.mark.usefixtures("cluster")
 def test_judge_computes_the_win_rate_against_another_model(workspace: Path) -> None:
-    """The judge prefers digits. With equal answers it always says B, which counts as a tie."""
+    """The judge prefers digits, and always says B for two equal answers, which counts as a tie."""
     against = {
         "task": "win_rate",
         "against.model_name_or_path": workspace / "other",

@@ -18,7 +18,7 @@ from tests.tiny import save_tiny_model
 KINDS = {
     "mixtral": (2, None),
     "qwen3-moe": (3, True),
-}  # for each model, the ZeRO stage and whether to pack rows
+}  # maps a model to its ZeRO stage and whether to pack rows
 
 
 @pytest.fixture(scope="module")
@@ -44,7 +44,7 @@ def flags(workspace: Path, folder: Path, model: str, **changes: Any) -> dict[str
 def test_two_processes_learn_the_task_with_balanced_experts(workspace: Path, kind: str) -> None:
     """If all experts are used equally, the balancing loss is 2, the number of experts per token.
 
-    Training without the balancing loss increases this value.
+    Training without the balancing loss leads to a larger value.
     """
     stage, packing = KINDS[kind]
     ends = {}

@@ -150,9 +150,9 @@ def test_every_metric_is_finite_and_documented(whole: Path) -> None:
 
 
 def test_engine_and_trainer_logprobs_agree_in_every_step(whole: Path) -> None:
-    """The gap between the two, in nats per token, stays small after each publication.
+    """The logprob gap, in nats per token, stays small after each publication.
 
-    Step k + 1 samples with the weights that step k published.
+    Step k + 1 samples with the weights published by step k.
     """
     assert len(column(whole, "train/logprob_gap_mean")) == STEPS
     assert max(column(whole, "train/logprob_gap_mean")) < 1e-5
@@ -222,7 +222,7 @@ def test_run_writes_report_export_checkpoints_and_logs(whole: Path) -> None:
 def test_killed_run_leaves_no_processes_and_resumes_with_the_same_metrics(
     whole: Path, workspace: Path
 ) -> None:
-    """The run uses the configuration that the uninterrupted run wrote, with the same seed.
+    """The run uses the configuration file and the seed of the uninterrupted run.
 
     All logged metrics are identical to the last digit.
     """
@@ -269,11 +269,11 @@ def test_rewards_that_fail_too_often_end_the_run_with_the_users_traceback(worksp
     assert "error: " in done.errors
     assert re.search(
         r"\d of (4|8|12|16) episodes failed", done.errors
-    )  # a batch that is bound to fail is aborted early
+    )  # a batch with too many failures is aborted early
     assert "--reward.max_error_rate 0" in done.errors
     assert "ValueError: sevens are bad luck" in done.errors
     assert 'trouble.py", line' in done.errors  # the location of the error
-    assert "RewardErrors" not in done.errors  # our own stack frames are hidden
+    assert "RewardErrors" not in done.errors  # internal stack frames are hidden
     failures = [row for row in samples(folder) if row["stop_reason"] == "failed"]
     assert failures and all("sevens are bad luck" in row["error"] for row in failures)
 
@@ -315,7 +315,7 @@ def test_run_that_ends_during_startup_leaves_no_processes(
     folder, started, sessions = workspace / f"ended-{status}", set[Process](), set[Path]()
     with TemporaryDirectory(
         dir="/tmp"
-    ) as ray_folder:  # pytest's path would be too long for Ray's sockets
+    ) as ray_folder:  # pytest's temporary paths are too long for Ray's sockets
         monkeypatch.setenv("RAY_TMPDIR", ray_folder)
         process = launch("train_ppo_ray", grpo_flags(workspace, folder, **changes))
         deadline = time.monotonic() + 400
@@ -338,7 +338,7 @@ def test_run_that_ends_during_startup_leaves_no_processes(
 
 @pytest.fixture(scope="module")
 def cluster(whole: Path) -> Iterator[None]:
-    """Start Ray for the runs below, but after `whole`, which must find no running cluster."""
+    """Start Ray after `whole` is complete, because `whole` must find no running cluster."""
     ray.init(
         num_cpus=8, include_dashboard=False, log_to_driver=False, object_store_memory=256 << 20
     )
@@ -447,14 +447,14 @@ def test_colocated_models_and_engines_that_sleep_in_turn_give_the_same_result(
     rollout = [
         *engine_wakes[1:],
         "engine 0 asleep",
-    ]  # the engine's weights stay awake after they are published
+    ]  # the engine's weights stay in memory after publication
     update = ["actor awake", "actor asleep", *engine_wakes[:1]]
     start = ["engine 0 asleep", "actor asleep", *engine_wakes[:1]]
     steps = [*rollout, *update] * 2
     assert notes(folder)[: len(start) + len(steps)] == start + steps
     assert (
         notes(folder).count("actor awake") == STEPS + 3
-    )  # the models wake up for two best checkpoints and the export
+    )  # 3 extra wake-ups: two best checkpoints and the export
     assert notes(folder).count("engine 0 asleep") == 1 + STEPS + 2  # 2 evaluations
 
 
@@ -550,8 +550,8 @@ def test_several_optimizer_steps_per_batch_do_not_depend_on_the_layout(
 ) -> None:
     """One rank with fixed micro-batch sizes is compared with two ranks that use a token limit.
 
-    The KL penalty is in the reward, the token limit is below --data.max_len, and the last batch is
-    smaller.
+    The KL penalty is part of the reward, the token limit is below --data.max_len, and the last
+    batch is smaller.
     """
     common = {
         "data.max_samples": 11,
@@ -596,7 +596,7 @@ def test_several_optimizer_steps_per_batch_do_not_depend_on_the_layout(
 def test_mixture_of_experts_is_balanced_and_published(
     workspace: Path, kind: str, changes: dict[str, Any]
 ) -> None:
-    """The policy and the critic are trained, and every expert is published to the engine.
+    """The policy and the critic are trained, and all experts are published to the engine.
 
     Trainer and engine compute the same log-probabilities for the sampled tokens.
     """
@@ -622,7 +622,7 @@ def test_mixture_of_experts_is_balanced_and_published(
 def test_initial_policy_is_exported_if_it_does_not_improve_within_the_patience(
     workspace: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """The metric never changes, so the initial evaluation is the best one.
+    """The metric never changes, so the initial evaluation stays the best evaluation.
 
     The initial weights are restored exactly.
     """
@@ -651,7 +651,7 @@ def test_initial_policy_is_exported_if_it_does_not_improve_within_the_patience(
 
 
 def troubled(workspace: Path, name: str, **changes: Any) -> tuple[Path, list[dict[str, Any]]]:
-    """Run one step of four prompts whose reward raises on a seven; return folder and samples."""
+    """Run a step of four prompts with a reward that raises on sevens; return folder and samples."""
     folder = workspace / name
     flags = {
         "reward.remote_url": REWARDS / "trouble.py",
@@ -772,7 +772,7 @@ def test_gsm8k_chats_are_rendered_and_graded_by_the_math_verifier(
 ) -> None:
     """Each of the 64 questions is used once.
 
-    Each question is rendered with the chat template and graded against an answer such as `#### 72`.
+    Each question is rendered by the chat template and graded against an answer such as `#### 72`.
     """
     lines = (data_dir / "gsm8k/train.jsonl").read_text().splitlines()[:64]
     rows = [json.loads(line) for line in lines]
@@ -840,8 +840,7 @@ def test_rejected_prompts_are_replaced_and_a_resumed_run_filters_the_same(
     assert {row["filtered"] for row in rows} == {True, False}
     for step in range(1, steps + 1):
         drawn = [index for index in sorted(groups) if groups[index][0]["step"] == step]
-        # If the filter rejects all samples at the end of an epoch, they are written before the next
-        # step.
+        # Samples rejected at the end of an epoch are written before the next step.
         tried = [groups[index] for index in drawn if index // PROMPTS == drawn[-1] // PROMPTS]
         kept = [group for group in tried if not group[0]["filtered"]]
         ends_episode = drawn[-1] % PROMPTS == PROMPTS - 1
@@ -860,7 +859,7 @@ def test_rejected_prompts_are_replaced_and_a_resumed_run_filters_the_same(
     before, weights = numbers(folder), (folder / "model" / "model.safetensors").read_bytes()
     for manifest in (folder / "checkpoints").glob(
         "*.json"
-    ):  # as if the run had been killed two steps before the end
+    ):  # simulates a kill two steps before the end
         if f"step{steps - 2}." not in manifest.name:
             manifest.unlink()
     train_here({**flags, "ckpt.load_enable": True})
@@ -888,7 +887,7 @@ def test_prompts_generated_ahead_record_the_weight_version_they_were_sampled_wit
     gaps = column(folder, "train/logprob_gap_mean")
     assert (
         max(gaps[::2]) < 1e-5 < min(gaps[1::2])
-    )  # small under the weights that sampled, larger under weights that have changed since
+    )  # the gap is small only for the weights used in sampling
 
 
 # ---- long tests, run by `make verify`

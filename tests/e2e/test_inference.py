@@ -206,7 +206,7 @@ def test_each_iteration_processes_its_own_rows(workspace: Path, cluster: None) -
 
 @pytest.mark.verify
 def test_killed_command_resumes_without_losing_or_duplicating_rows(workspace: Path) -> None:
-    """Both parts together equal an uninterrupted command's file, because each row has a seed."""
+    """Each row has its own seed, so the two parts together equal the output without a kill."""
     draw = random.Random(1)
     many = write_rows(
         workspace / "many.jsonl", [{"input": f"{draw.randint(0, 9999)}="} for _ in range(300)]
@@ -276,7 +276,7 @@ def test_interrupt_stops_the_answer_but_not_the_chat(workspace: Path) -> None:
         pass
     chat.stdin.write("1+1=\n")
     chat.stdin.flush()
-    assert chat.stdout.read(1)  # the model has started to answer
+    assert chat.stdout.read(1)  # the answer has started
     os.killpg(chat.pid, signal.SIGINT)
     chat.stdin.write("1+1=\n/exit\n")
     chat.stdin.flush()

@@ -49,7 +49,7 @@ ROWS, PROMPTS = 128, 16
 def workspace(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Create tiny models and datasets in folders named like Hub repositories.
 
-    Documented commands run in this workspace unchanged.
+    In the returned workspace, documented commands run unchanged.
     """
     folder = tmp_path_factory.mktemp("launches")
     models, data = folder / "OpenRLHF", folder / "OpenRLHF"
@@ -144,7 +144,7 @@ def test_reward_model_trained_by_two_processes_matches_one_process(
 def offline(workspace: Path) -> dict[str, Finished]:
     """Run the offline commands in parallel, because they spend most of their time on imports.
 
-    The only change is that each command gets its own port.
+    Each command gets its own port, and is otherwise unchanged.
     """
     sft, rm = PRINTED["SFT"], PRINTED["RM"]
     lines = {"SFT": sft.text, "RM": rm.text}
@@ -210,7 +210,7 @@ def cluster(workspace: Path) -> Iterator[Cluster]:
 
     The first node only accepts jobs. All processes started by a run are on the second node.
     """
-    # Ray puts its sockets in this folder, and socket paths must be short.
+    # Ray creates its sockets in `home`, and socket paths must be short.
     home = Path(tempfile.mkdtemp(prefix="ray-", dir="/tmp"))
     port, api, client = (free_port() for _ in range(3))
     variables = environment(HOME=str(home), RAY_AUTH_MODE="token")
@@ -249,7 +249,7 @@ def cluster(workspace: Path) -> Iterator[Cluster]:
 
 @pytest.fixture(scope="module")
 def jobs(cluster: Cluster, workspace: Path) -> dict[str, Finished]:
-    """Submit documented jobs in parallel, with the documented working directory."""
+    """Submit the documented jobs in parallel, with the documented working directory."""
     ppo = PRINTED["PPO as a job, from this folder"]
     lines = {"as printed": ppo.text, "complete": f"{ppo.text} {ppo.missing}"}
     running = {
@@ -261,7 +261,7 @@ def jobs(cluster: Cluster, workspace: Path) -> dict[str, Finished]:
 
 def test_job_with_a_missing_flag_fails_with_the_error_message(jobs: dict[str, Finished]) -> None:
     done = jobs["as printed"]
-    assert done.status == 1  # Ray's own exit status
+    assert done.status == 1  # the exit status of `ray job submit`
     shown = done.printed + done.errors
     assert "failed with exit code 2" in shown
     assert re.search("^error: --data.prompt_dataset is required.", shown, re.MULTILINE)
@@ -310,12 +310,12 @@ def test_job_gets_a_notice_that_relative_folders_are_in_rays_copy(
     )
     for flag in ("--ckpt.output_dir ./checkpoint/llama3-8b-ppo", "--run.dir"):
         assert flag in notice
-    assert "--ckpt.path" not in notice  # this run writes no checkpoints
+    assert "--ckpt.path" not in notice  # the job writes no checkpoints
     assert cluster.copy_on(cluster.first).name in notice
 
 
 def of_runs() -> list[Process]:
-    """Return the processes that runs started on this cluster."""
+    """Return the processes that have been started on the cluster by runs."""
     every = descendants(os.getpid())
     return [
         process
@@ -355,7 +355,7 @@ def test_stopped_job_ends_with_all_its_processes(cluster: Cluster, workspace: Pa
     assert shown.stdout is not None
     next(text for text in shown.stdout if re.match(r"step +1/", text))
     started = of_runs()
-    assert len(started) == 5  # one each for policy, reference, critic, reward model and engine
+    assert len(started) == 5  # policy, reference, critic, reward model and engine
     stop = f"ray job stop --address={cluster.api} endless"
     stopped = finish(type_in(stop, workspace, cluster.variables))
     assert stopped.status == 0, stopped.errors
@@ -521,7 +521,7 @@ def test_devices_are_taken_from_the_running_ray_instead_of_the_machine(
 def test_dry_run_reserves_no_resources_of_the_joined_ray(
     workspace: Path, gpu_ray: dict[str, str]
 ) -> None:
-    """A plan that needs both GPUs is checked while other processes have both reserved."""
+    """A dry run that needs both GPUs succeeds while another process has reserved both GPUs."""
     holder = type_in(f"{sys.executable} -c '{HOLDER}'", workspace, gpu_ray)
     try:
         assert holder.stdout and holder.stdout.readline() == "held\n"

@@ -66,7 +66,7 @@ def grpo(workspace: Path, folder: Path, **changes: Any) -> None:
 def check_numbers(folder: Path, *, gap: float) -> None:
     """Check that the policy moved away from its reference in six steps.
 
-    In each step, the engines must have sampled with the policy's weights.
+    Also checks that in each step, the engines sampled with the policy's weights.
     """
     kl = column(folder, "train/kl")
     assert len(kl) == 6 and kl[0] == 0 and min(kl[1:]) > 1e-4

@@ -31,7 +31,7 @@ ROOM = '{"engines":1}'  # each machine has room for one engine
 
 @pytest.fixture(scope="module")
 def cluster(workspace: Path) -> Iterator[tuple[dict[str, str], subprocess.Popen[bytes]]]:
-    """Start two machines, both for engines and one also for training.
+    """Start two machines: both run engines, and the first machine also trains.
 
     Returns a shell environment for the cluster, and the second machine.
     """

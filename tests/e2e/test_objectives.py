@@ -1,7 +1,7 @@
 """End-to-end tests of the terms of a policy update.
 
-The terms are sequence ratios, importance-weight corrections, a teacher and pretraining text.
-Early stopping is tested too.
+The tests cover sequence ratios, importance-weight corrections, a teacher, pretraining text, and the
+early stopping of runs and updates.
 """
 
 from __future__ import annotations
@@ -94,7 +94,7 @@ def test_killed_run_resumes_with_the_same_metrics_and_pretraining_text(
 def test_run_stops_at_the_step_whose_kl_exceeds_the_limit(whole: Path, workspace: Path) -> None:
     """The learning rate is so large that the KL keeps growing.
 
-    Until the step at which it stops, the run matches a run without a limit.
+    Until the run stops, its metrics match those of a run without a limit.
     """
     distances = column(whole, "train/kl")
     limit = sorted(distances)[STEPS // 2]
@@ -114,7 +114,7 @@ def test_run_stops_at_the_step_whose_kl_exceeds_the_limit(whole: Path, workspace
 def test_updates_on_a_batch_stop_once_the_policy_has_moved_too_far(workspace: Path) -> None:
     """The first of four optimizer steps starts at π_old.
 
-    The second step detects that the policy has moved too far, so no more steps are taken.
+    The second optimizer step finds that the policy has moved too far, so no more steps are taken.
     """
     folder = workspace / "moved"
     flags = {"train.max_epochs": 2, "algo.kl.stop_update": 1e-6, "data.max_samples": 8}

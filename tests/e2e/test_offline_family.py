@@ -43,14 +43,14 @@ STEP, RIGHT, WRONG = "?", "+", "-"
 
 
 def digits(word: str) -> str:
-    """Return the positions in the alphabet of a word's letters."""
+    """Return the alphabet positions of a word's letters."""
     return "".join(str(ord(letter) - ord("a")) for letter in word)
 
 
 def rows_of(task: str, count: int, seed: int) -> list[dict[str, Any]]:
     """Return toy data in which the correct answer repeats the word and digits are wrong.
 
-    A reasoning step is correct if it has one of the first letters of the alphabet.
+    A reasoning step is correct if it consists of one of the first letters of the alphabet.
     """
     draw = random.Random(seed)
     if task == "dpo":
@@ -190,7 +190,7 @@ def test_dpo_prefers_the_chosen_answers(workspace: Path, preferred: Path) -> Non
 def test_resumed_dpo_run_logs_the_same_metrics_as_an_uninterrupted_run(
     workspace: Path, preferred: Path
 ) -> None:
-    """The metrics also match if the reference's scores are precomputed."""
+    """The metrics also match if the log-probabilities of the reference are precomputed."""
     folder = workspace / "killed-dpo"
     flags = flags_of("dpo", workspace, folder, **{"ckpt.save_steps": 4, "ref.precompute": True})
     kill_when(launch("train_dpo", flags), lambda: steps_logged(folder) >= 6)
@@ -201,7 +201,7 @@ def test_resumed_dpo_run_logs_the_same_metrics_as_an_uninterrupted_run(
     for row, expected in zip(ours, theirs, strict=True):
         if (
             row["step"] == 1
-        ):  # policy and reference are equal, so rounding decides which answer is preferred
+        ):  # at step 1, policy and reference are equal, and rounding decides the accuracy
             row |= {name: expected[name] for name in ("train/acc", "train/acc_mean")}
         assert row == pytest.approx(expected, rel=1e-6, abs=1e-6)
 
@@ -248,7 +248,7 @@ def test_resumed_run_of_other_tasks_matches_an_uninterrupted_run(
     flags = flags_of(task, workspace, folder, **{"ckpt.save_steps": 4, **changes})
     kill_when(launch(f"train_{task}", flags), lambda: steps_logged(folder) >= 6)
     done = run(f"train_{task}", {**flags, "ckpt.load_enable": True, "run.dir": None})
-    assert "gemm_4bit" not in done.printed + done.errors  # a bitsandbytes warning about a kernel
+    assert "gemm_4bit" not in done.printed + done.errors  # part of a bitsandbytes kernel warning
     assert numbers(folder) == numbers(whole)
     for file in whole.glob("model/*.safetensors"):
         assert (folder / "model" / file.name).read_bytes() == file.read_bytes()
@@ -409,7 +409,7 @@ def test_user_error_prints_a_single_message(
     flags = flags_of(task, workspace, workspace / "mistaken", **changes, dry_run=True)
     with (
         pytest.raises(SystemExit) if "ref.precompute" not in changes else nullcontext()
-    ):  # a notice reports the column
+    ):  # with ref.precompute, only a notice is printed
         import_module(f"openrlhf.cli.train_{task}").main(as_arguments(flags))
     errors = capfd.readouterr().err
     assert re.search(message, errors), errors

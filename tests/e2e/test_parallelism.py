@@ -65,12 +65,12 @@ RING, SPLIT = {"ds.ring_attn_size": 2}, {"ds.tensor_parallel_size": 2}
 
 
 def check_same(steps: list[dict[str, Any]], expected: list[dict[str, Any]]) -> None:
-    """Check that two runs logged the same numbers up to rounding, with the policy's weights."""
+    """Check that two runs logged equal numbers up to rounding and sampled with current weights."""
     assert len(steps) == len(expected) == 2
     for found, alone in zip(steps, expected, strict=True):
         for name in COMPARED:
             assert found[name] == pytest.approx(alone[name], abs=ROUNDING), name
-        assert found["train/logprob_gap_max"] < 1e-4  # the engines have the trained weights
+        assert found["train/logprob_gap_max"] < 1e-4  # the engines sampled with the trained weights
 
 
 @pytest.mark.parametrize(
@@ -129,7 +129,7 @@ class AgentExecutor(MultiTurnAgentExecutor):
 
 @pytest.mark.verify
 def test_published_asynchronous_agent_line_trains_on_rings(workspace: Path, tmp_path: Path) -> None:
-    """The flags are those of the published line, except for the model, data and sizes."""
+    """The flags are those of the published command line, except for the model, data and sizes."""
     (tmp_path / "agent.py").write_text(AGENT)
     template = "{% for message in messages %}{{ message['content'] }}{% endfor %}"
     sizes: dict[str, Any] = {**HEADS, "num_key_value_heads": 2, "max_position_embeddings": 1024}

@@ -1,6 +1,6 @@
 """End-to-end test of a pipeline that is terminated in its last stage and resumed.
 
-The test also checks which stages a changed flag would rerun.
+The test also checks which stages rerun after a flag changes.
 """
 
 from __future__ import annotations
@@ -77,13 +77,13 @@ def test_terminated_pipeline_resumes_within_its_stage_and_changes_rerun_affected
     ]
     assert 5 <= before < 10 and (folder / "dpo/metrics.jsonl").read_text().startswith(
         first
-    )  # the line ends with the time it took
+    )  # each line ends with a duration
     assert len(column(folder / "dpo", "train/loss")) == 10
     assert "separate report" in (folder / "report.html").read_text()
 
     file.write_text(
         file.read_text().replace("command: dpo", "command: dpo\n    group: a", 1)
-    )  # this flag does not affect the result
+    )  # this flag has no effect on the stage's result
     assert finish(start(file, "--dry_run")).printed.splitlines() == [
         "task: done",
         "sft: done",

@@ -148,7 +148,7 @@ PLUGIN = ROOT / "tests/e2e/plugin_files/distillation.py"
 def test_frozen_model_and_window_total_do_not_depend_on_the_split(
     workspace: Path, task: str
 ) -> None:
-    """The single process uses whole batches.
+    """The single process does not split batches.
 
     The two processes hold shards of both models and split their rows into three micro-batches.
     """

@@ -128,8 +128,8 @@ def test_replay_logs_the_metrics_of_the_run_without_engines_or_rewards(
 ) -> None:
     """The replayed metrics are identical to the last digit.
 
-    The replay first gets a folder with only two steps and ends after them. The replay then resumes
-    with the episodes of all steps.
+    The replay first gets a folder with only two steps and ends after the second step. The replay is
+    then resumed with the episodes of all steps.
     """
     folder, part = workspace / "replayed", workspace / "part"
     shutil.copytree(
@@ -152,7 +152,7 @@ def test_replay_logs_the_metrics_of_the_run_without_engines_or_rewards(
 def test_resumed_run_rewrites_the_episode_files_of_its_steps(
     written: Path, workspace: Path
 ) -> None:
-    """On a CPU the rewritten files are identical. Old files for those steps are moved aside."""
+    """On a CPU the rewritten files are identical. The previous files are moved aside."""
     folder = workspace / "continued"
     shutil.copytree(written, folder)
     steps = EpisodeFolder(folder / "episodes").steps()

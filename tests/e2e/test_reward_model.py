@@ -28,7 +28,7 @@ from tests.e2e.servers import reward_model_server
 from tests.tiny import character_tokenizer, save_tiny_model
 
 SIZES = {"hidden_size": 64, "num_attention_heads": 2, "num_key_value_heads": 1}
-# Tokens whose text is not tokenized back to the same token.
+# Tokens whose text is tokenized to different tokens.
 ONE_WAY = ("<unk>", "<bos>", "<pad>")
 LETTERS = "abcdefgh"
 
@@ -132,7 +132,7 @@ def test_learning_rate_matches_the_transformers_schedule(reward_model: Path) -> 
 def test_ppo_learning_rates_match_the_transformers_schedule(
     workspace: Path, reward_model: Path, ppo: Path
 ) -> None:
-    """Each batch makes two optimizer steps, and the learning rate of the second one is logged.
+    """Each batch makes two optimizer steps, and the learning rate of the second step is logged.
 
     The policy's schedule starts after the critic's warm-up.
     """
@@ -162,7 +162,7 @@ def test_reward_mean_and_deviation_are_stored_with_the_model(reward_model: Path)
 def test_checkpoint_before_the_first_evaluation_has_its_own_reward_mean_and_deviation(
     workspace: Path, reward_model: Path
 ) -> None:
-    """The first 100 pairs are used, as in an evaluation without --eval.dataset."""
+    """The mean and deviation come from the first 100 pairs, as without --eval.dataset."""
     saved = reward_model / "ckpt" / "global_step5_hf"
     hf, tokenizer = (
         AutoModelForSequenceClassification.from_pretrained(saved).eval(),

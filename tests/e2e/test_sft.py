@@ -1,6 +1,6 @@
 """End-to-end tests of supervised fine-tuning.
 
-Runs use one process or either launcher, are killed and resumed, or get invalid input.
+The tests cover one process, both launchers, resuming after a kill, and invalid input.
 """
 
 from __future__ import annotations
@@ -109,7 +109,7 @@ def test_every_epoch_has_only_full_batches_and_ends_with_an_evaluation(whole: Pa
 def test_model_learns_to_reverse_words(whole: Path) -> None:
     losses = column(whole, "train/gpt_loss")
     assert all(map(math.isfinite, losses))
-    assert losses[0] == pytest.approx(math.log(64), abs=0.1)  # a random model over 64 tokens
+    assert losses[0] == pytest.approx(math.log(64), abs=0.1)  # nearly uniform over 64 tokens
     assert losses[-1] < 2.5
     assert column(whole, "eval/eval gpt_loss")[-1] < 2.5
 
@@ -126,7 +126,7 @@ def test_run_folder_has_configuration_metrics_and_report(whole: Path) -> None:
     texts = (whole / "texts.txt").read_text()
     assert (
         texts.startswith("Template: --data.input_template") and texts.count("⟦") == 2
-    )  # the tokens of two rows' answers
+    )  # each of the two rows has one marked answer
     assert html.escape(texts.splitlines()[1]) in report
 
 
@@ -185,7 +185,7 @@ def test_two_processes_give_the_same_result_as_one(
         for path in (folder, whole)
     )
     for name, weight in theirs.items():
-        if not name.endswith("k_proj.bias"):  # its gradient is only rounding errors
+        if not name.endswith("k_proj.bias"):  # the bias's gradient consists of rounding errors
             torch.testing.assert_close(ours[name], weight, atol=2e-3, rtol=0, msg=name)
     if stage == 3:
         check_that_one_process_goes_on(flags, folder, whole)
@@ -197,7 +197,7 @@ def check_numbers(folder: Path, whole: Path) -> None:
 
 
 def check_that_one_process_goes_on(flags: dict[str, Any], folder: Path, whole: Path) -> None:
-    """Check that one process can resume after step 20, which two processes saved.
+    """Check that a single process can resume from step 20, which was saved by two processes.
 
     The first attempt to resume fails with an error that names the required flag.
     """
@@ -247,7 +247,7 @@ def test_two_processes_report_a_broken_row_once(
 def test_resumed_run_logs_the_same_metrics_as_an_uninterrupted_run(
     whole: Path, workspace: Path
 ) -> None:
-    """The configuration that the uninterrupted run wrote is sufficient to start the second run.
+    """The configuration file of the uninterrupted run is sufficient to start the second run.
 
     Metrics are identical to the last digit.
     """
@@ -297,7 +297,7 @@ def test_resumed_run_with_dropout_logs_the_same_metrics_as_an_uninterrupted_run(
 def test_resumed_run_uses_the_learning_rate_from_its_own_flags(workspace: Path) -> None:
     """The learning rate in the checkpoint is ignored.
 
-    Flag values that are not used as given are reported.
+    The run reports flag values that are not used.
     """
     folder = workspace / "faster"
     flags = sft_flags(workspace, folder) | {"train.max_epochs": 1, "ckpt.save_steps": 3}
@@ -466,7 +466,7 @@ def test_mismatches_between_model_tokenizer_and_template_are_reported_at_startup
 ) -> None:
     """The tokenizer cannot encode the template.
 
-    The end-of-text token differs from the model's, and the prompt format from that of training.
+    The end-of-text token is not the model's, and the prompt format is not that of training.
     """
     model = workspace / "unlike"
     shutil.copytree(workspace / "model", model)

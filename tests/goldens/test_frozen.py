@@ -1,7 +1,6 @@
 """Tests for frozen runs of older versions.
 
-Their files can be opened, and after a resume they log the numbers that the older version would
-have logged.
+The files of a frozen run can be opened, and a resumed run logs the older version's numbers.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Tests that compare what the commands compute with the recorded golden numbers."""
+"""Tests that compare the commands' results with the recorded golden numbers."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from tests.goldens.record import GOLDENS, RECORDED, SLOW, machine
 # A different processor or library version may compute sums in a different order.
 RELATIVE, ABSOLUTE = 2e-2, 2e-3
 EXACT_EVERYWHERE = ("configurations", "hashes")
-# In these goldens, one different token changes everything that comes after it.
+# Goldens in which one different token changes all later numbers.
 CHAOTIC = ("resume", "grpo", "demo_1", "demo_2", "demo_3")
 
 
@@ -23,10 +23,10 @@ def load(name: str) -> dict[str, Any]:
 
 
 def differences(recorded: Any, now: Any, place: str, *, exact: bool) -> list[str]:
-    """Return the places where `now` differs from the record. New keys in objects are allowed.
+    """Return the paths of values that differ between `recorded` and `now`.
 
-    Unless the comparison is exact, hashes of exported files are left out: they depend on every bit
-    of the weights.
+    New keys in objects are allowed. Hashes of exported files depend on every bit of the weights, so
+    only an exact comparison includes hashes.
     """
     if isinstance(recorded, dict) and isinstance(now, dict):
         found = []

@@ -20,8 +20,8 @@ ROOT = Path(__file__).parents[2]
 CONFIG = "examples/real_model/gsm8k.yaml"
 LOOK_S = 0.5  # seconds between two measurements of memory
 WARM_UP = 3  # number of first steps, which compile kernels and fill caches
-ENDS = 5  # number of steps to average at each end of the curve
-SMALL = {  # flags of a rehearsal on a CPU
+ENDS = 5  # number of steps averaged at each end of the curve
+SMALL = {  # flags for a rehearsal on a CPU
     "data.max_samples": 4,
     "train.num_episodes": 1,
     "rollout.batch_size": 2,
@@ -73,7 +73,7 @@ def train(
 ) -> dict[str, Any]:
     """Train for at most `seconds`, and return the results of the completed steps.
 
-    In a rehearsal, a missing model or data set is replaced by a tiny model or two problems.
+    In a rehearsal, a missing model is replaced by a tiny model, and missing data by two problems.
     Writes grpo.jsonl (the metrics) and grpo.log to `output`.
     """
     output.mkdir(parents=True, exist_ok=True)
@@ -132,9 +132,9 @@ def command(model: str | Path, data: Path, folder: Path, *, rehearsal: bool) -> 
 
 
 def memory_plan(words: Sequence[str], environment: Mapping[str, str]) -> str:
-    """Return the memory that `openrlhf plan` predicts for a command line on this machine.
+    """Return the memory that `openrlhf plan` predicts for a command line on the current machine.
 
-    Returns an empty string if this version has no planner.
+    Returns an empty string if the installed version has no planner.
     """
     planned = [words[0], "-m", "openrlhf.cli.main", "plan", "ppo"]
     done = subprocess.run(
@@ -177,7 +177,7 @@ def read_rows(path: Path) -> list[dict[str, Any]]:
     for line in path.read_text(encoding="utf-8").splitlines():
         try:
             rows.append(json.loads(line))
-        except ValueError:  # the last line of a killed run
+        except ValueError:  # a killed run's last line may be incomplete
             break
     return rows
 
@@ -185,7 +185,7 @@ def read_rows(path: Path) -> list[dict[str, Any]]:
 def summarize(rows: Sequence[Mapping[str, Any]], began: float) -> dict[str, Any]:
     """Return the curve and the measurements of a run that started at `began` (in seconds).
 
-    Speeds are medians over the steps after the first few; `tokens_per_second` counts all tokens of
+    Speeds are medians over all steps except the first few; `tokens_per_second` counts all tokens of
     the batch. The gap is the difference between the engine's and the trainer's log-probabilities,
     in nats.
     """

@@ -1,6 +1,6 @@
 """Cuts files for a GPU machine without a network into pieces that each fit into one transfer.
 
-Only the standard library is used, because the machine has no packages installed yet.
+The module uses only the standard library, because the machine has no packages installed yet.
 """
 
 from __future__ import annotations
@@ -49,8 +49,8 @@ def tree_nbytes(root: Path) -> int:
 def pack(files: Iterable[tuple[str, Path]], out: Path, room: int) -> list[Piece]:
     """Pack files, keyed by name in the archive, into as few pieces of `room` bytes as possible.
 
-    Text files are compressed; wheels and .tar.xz archives already are. Raises ValueError if `room`
-    is less than a MiB.
+    Text files are compressed, but not wheels and .tar.xz archives, which are already compressed.
+    Raises ValueError if `room` is less than a MiB.
     """
     if room < MIB:
         raise ValueError(f"{room / MIB:.1f} MiB is too little room for a piece")
@@ -136,7 +136,7 @@ def unpack(store: Path, kit: Path) -> None:
 def install(wheels: Path, site: Path, *, skip: tuple[str, ...] = ()) -> None:
     """Install wheels into `site`, except those whose names begin with one of `skip`.
 
-    A *.tar.xz archive contains a site folder into which packages have already been installed.
+    A *.tar.xz archive contains a site folder with packages that are already installed.
     """
     site.mkdir(parents=True, exist_ok=True)
     for path in sorted(wheels.glob("*.tar.xz")):

@@ -17,7 +17,7 @@ from tests.tiny import character_tokenizer, tiny_config
 
 DEVICE: Literal["cuda", "cpu"] = "cpu" if REHEARSAL else "cuda"
 TRANSPORT = "gloo" if REHEARSAL else "ipc"
-# on a GPU, the model has 390 million parameters
+# The model for a GPU has 390 million parameters.
 SIZES: dict[str, Any] = (
     {"hidden_size": 256, "intermediate_size": 512, "num_hidden_layers": 2, "vocab_size": 1000}
     if REHEARSAL
@@ -46,7 +46,7 @@ def save_model(folder: Path, **changes: Any) -> Qwen2ForCausalLM:
 
 @contextmanager
 def started_engine(folder: Path, **vllm: Any) -> Iterator[Any]:
-    """Start a rollout engine with Ray on this GPU, as a run does.
+    """Start a rollout engine with Ray on the GPU, as a run does.
 
     CUDA graphs are off unless `vllm` turns them on. Compiling the model and capturing CUDA graphs
     would take most of the minute and a half that an engine needs to become ready.

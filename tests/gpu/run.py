@@ -26,10 +26,10 @@ from openrlhf.config.machine import installed
 MINUTES = 5
 FOLDER = "tests/gpu"
 NO_TIME = "no time left"
-REHEARSAL_FACTOR = 2  # a busy CPU takes longer
-SHORTEST_S = 5  # checks are not started if less time is left
-# Each entry has a time limit in seconds. The tests in an entry share a process, because a machine's
-# first import of the libraries takes 20 seconds.
+REHEARSAL_FACTOR = 2  # extends time limits for a busy CPU
+SHORTEST_S = 5  # minimum time that must be left to start a check
+# Each entry has a time limit in seconds, and its tests share a process.
+# The first import of the libraries on a machine takes 20 seconds.
 CHECKS = {  # paths that no other test covers; about four minutes on an H200
     (
         "test_packing.py",
@@ -45,7 +45,7 @@ CHECKS = {  # paths that no other test covers; about four minutes on an H200
     ): 150,
     ("test_speed.py::test_training",): 90,
 }
-MORE = {  # run only if their full time limit is left
+MORE = {  # an entry runs only if its full time limit is left
     ("test_hybrid.py::test_grpo_runs_with_models_and_engine_on_one_gpu",): 240,
     ("test_speed.py::test_generation",): 180,
 }
@@ -135,7 +135,7 @@ def run(
     *,
     more: Mapping[Sequence[str], int] | None = None,
 ) -> bool:
-    """Run the checks and, if time is left, also `more`. Write `output` after each of them.
+    """Run the checks and, if time is left, also `more`. Write `output` after each check.
 
     Returns True if all of `checks` were run, at least one check passed, and none failed.
     """

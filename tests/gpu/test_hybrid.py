@@ -26,7 +26,7 @@ def test_grpo_runs_with_models_and_engine_on_one_gpu(
     layers = 2 if REHEARSAL else 8
     save_model(
         tmp_path / "model", num_hidden_layers=layers, vocab_size=len(character_tokenizer())
-    )  # every token of this vocabulary has text
+    )  # every token of the vocabulary has text
     torch.cuda.empty_cache()
     draw = random.Random(0)
     prompts = ["".join(draw.choices("bcdefgh", k=6)) + "=" for _ in range(8 * STEPS)]
@@ -57,7 +57,7 @@ def test_grpo_runs_with_models_and_engine_on_one_gpu(
     }
     run(
         "train_ppo_ray", flags, timeout=220
-    )  # shorter than the time limit of the check, so that the run's output is shown
+    )  # less than the check's time limit, so that the run's output is shown
     gaps = column(tmp_path / "run", "train/logprob_gap_mean")
     seconds = [row["timing/step_total"] for row in read_lines(tmp_path / "run/metrics.jsonl")]
     record_property("logprob_gap_mean", round(max(gaps), 4))

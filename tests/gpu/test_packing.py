@@ -47,7 +47,7 @@ def test_packed_rows_score_as_single_rows(
     off = (packed.logprobs - torch.cat(rows)).abs()
     record_property("mean_difference", float(off.mean()))
     assert off.mean() < 0.05
-    # changing a token in one document must not affect other documents
+    # Changing a token in one document must not affect other documents.
     changed = tokens.clone()
     changed[LENGTHS[0] + 5] = (changed[LENGTHS[0] + 5] + 1) % SIZES["vocab_size"]
     again = model(changed, offsets, wanted).logprobs

@@ -31,7 +31,7 @@ SHAPES = {"a": (1000, 100), "b": (3,), "c": (777, 11)}
 MANIFEST = WeightManifest(
     version=1,
     specs=tuple(TensorSpec(name=n, dtype=torch.bfloat16, shape=s) for n, s in SHAPES.items()),
-    bucket_bytes=2**14,  # smaller than tensors a and c, so there are three buckets
+    bucket_bytes=2**14,  # gives three buckets, because tensors a and c are larger
 )
 
 
@@ -116,8 +116,7 @@ class Served:
 def served(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Served]:
     """Share one engine between two tests, because an engine takes more than a minute to start."""
     folder = tmp_path_factory.mktemp("served")
-    # Larger weights make attention so sharp that rounding to bfloat16 alone changes
-    # log-probabilities by 0.1 nats.
+    # With larger weights, rounding to bfloat16 alone changes log-probabilities by 0.1 nats.
     model = save_model(folder, num_hidden_layers=2, initializer_range=0.03)
     with started_engine(folder, enable_sleep=True) as engine:
         yield Served(model, engine)
@@ -126,7 +125,7 @@ def served(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Served]:
 def test_engine_on_the_trainers_gpu_serves_the_published_weights(
     served: Served, record_property: Callable[[str, object], None]
 ):
-    import ray  # the other tests in this module run without Ray
+    import ray  # all other tests in the module run without Ray
 
     model, engine = served.model, served.engine
     loaded = deepcopy(model)

@@ -37,8 +37,8 @@ OFFLINE = {
     "HF_HUB_OFFLINE": "1",
     "HF_DATASETS_OFFLINE": "1",
     "VLLM_NO_USAGE_STATS": "1",
-    "VLLM_USE_DEEP_GEMM": "0",  # would search for kernels and compile them at startup
-    "VLLM_USE_FLASHINFER_SAMPLER": "0",  # otherwise, vLLM imports FlashInfer
+    "VLLM_USE_DEEP_GEMM": "0",  # avoids a search for kernels and their compilation at startup
+    "VLLM_USE_FLASHINFER_SAMPLER": "0",  # prevents vLLM from importing FlashInfer
     "RAY_USAGE_STATS_ENABLED": "0",
     "PYTHONUNBUFFERED": "1",
     "TQDM_DISABLE": "1",
@@ -54,7 +54,7 @@ class Limits:
 
     minutes: float = 15  # total time of all calls
     per_command: float = 10  # time limit of one call
-    copy_mib: float = 64  # maximum size of one copy, including the working tree
+    copy_mib: float = 64  # maximum size of one transfer, including the working tree
 
     def budget(self) -> dict[str, float]:
         """Return the time limit of each part of the trial, in minutes.
@@ -195,8 +195,8 @@ def timed(what: str) -> Iterator[None]:
 def receive(place: Place, piece: Path, *, use_site: bool = True) -> None:
     """Store a piece. After the last piece, install the packages and write the model and data.
 
-    In a rehearsal, `use_site` is false: the packages are unpacked but then removed, because they
-    may be built for another machine.
+    In a rehearsal, `use_site` is false: the packages are unpacked but then removed, because the
+    packages may be built for another machine.
     """
     with timed(f"stored {piece}"):
         missing = pieces.receive(piece, place.store)
@@ -233,7 +233,10 @@ def make_data(place: Place, source: Path, model: str) -> None:
 
 
 def check(place: Place, minutes: float, *, rehearsal: bool) -> bool:
-    """Run the GPU checks, recording outcomes even if time runs out. Returns True if they pass."""
+    """Run the GPU checks, recording outcomes even if time runs out.
+
+    Returns True if all checks pass.
+    """
     output = place.output / "gpu.json"
     place.output.mkdir(parents=True, exist_ok=True)
     words = [sys.executable, "-m", "tests.gpu.run", "--output", str(output)]
@@ -253,7 +256,7 @@ def check(place: Place, minutes: float, *, rehearsal: bool) -> bool:
 def rehearse(made: Sequence[pieces.Piece], limits: Limits, output: Path) -> bool:
     """Run all calls of a trial on this machine, each in a copy of the working tree.
 
-    Returns whether all of them succeeded.
+    Returns whether all calls succeeded.
     """
     budget = limits.budget()
     seconds: dict[str, float] = {}

@@ -1,6 +1,6 @@
 """Two tasks that need more than a model and a loss.
 
-One task learns from a frozen model. The other needs a number computed over the whole window.
+The first task learns from a frozen model. The second task needs a mean over the whole window.
 """
 
 from dataclasses import dataclass, replace

@@ -1,7 +1,7 @@
 """A single-turn agent.
 
-The samples of one prompt finish immediately. All other samples wait until models have started to
-score the finished prompt.
+The samples of one prompt finish immediately. All other samples wait until the scoring of the
+finished prompt has started.
 """
 
 from __future__ import annotations

@@ -21,11 +21,11 @@ SPANS = Path(__file__).with_name("spans.jsonl")
 
 
 def delayed(work: Callable[..., Any]) -> Callable[..., Any]:
-    """Run `work`, and return once at least `DELAY_S` seconds have passed."""
+    """Return a method that runs `work` and then sleeps for `DELAY_S` seconds."""
 
     def method(self: Any, rows: Any) -> Any:
         began = time.time()
-        with SPANS.open("a") as file:  # agents waiting for the first scores can continue now
+        with SPANS.open("a") as file:  # the new file lets the waiting agents continue
             result = work(self, rows)
             time.sleep(DELAY_S)
             file.write(
@@ -38,7 +38,7 @@ def delayed(work: Callable[..., Any]) -> Callable[..., Any]:
     return method
 
 
-if ray.is_initialized() and ray.get_runtime_context().get_actor_id():  # not in the test process
+if ray.is_initialized() and ray.get_runtime_context().get_actor_id():  # only in Ray actors
     ReferenceWorker.logprobs = delayed(ReferenceWorker.logprobs)
     CriticWorker.values = delayed(CriticWorker.values)
     RewardWorker.rewards = delayed(RewardWorker.rewards)

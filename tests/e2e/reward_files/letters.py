@@ -1,4 +1,4 @@
-"""A reward that a random policy can learn from: the fraction of letters `a` in the response."""
+"""A reward that even a random policy can learn: the share of the letter `a` in a response."""
 
 from __future__ import annotations
 

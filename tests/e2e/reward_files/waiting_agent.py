@@ -1,6 +1,6 @@
 """An agent with two turns, each after a random and occasionally long wait.
 
-The reward is the fraction of letters `a` in the response.
+The reward is the share of the letter `a` in the response.
 """
 
 from __future__ import annotations

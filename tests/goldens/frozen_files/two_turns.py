@@ -1,4 +1,4 @@
-"""An agent file with two turns, whose reward is the fraction of the letter a in the second turn."""
+"""An agent file with two turns; the reward is the share of the letter a in the second turn."""
 
 from openrlhf.utils.agent import AgentInstanceBase, MultiTurnAgentExecutor
 
