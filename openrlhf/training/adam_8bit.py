@@ -19,8 +19,8 @@ SCALES = ("absmax1", "absmax2")
 class Adam8bit(AdamW8bit):
     """AdamW with 8-bit moments for the groups with `is_8bit`, and 32-bit moments for all others.
 
-    In bitsandbytes, the size of a tensor determines which moments it gets. Here, the group
-    determines it, because ZeRO merges all weights of a group into one flat tensor.
+    In bitsandbytes, the number of bits depends on the size of a tensor. Here, it depends on the
+    group, because ZeRO merges all weights of a group into one flat tensor.
 
     Dettmers et al. 2021, arXiv:2110.02861
     """
@@ -35,7 +35,7 @@ class Adam8bit(AdamW8bit):
 
     @torch.no_grad()
     def update_step(self, group: dict[str, Any], p: Tensor, gindex: int, pindex: int) -> None:
-        """Update a parameter. On a CPU, this is done in chunks, which saves memory."""
+        """Update a parameter. On a CPU, the parameters are updated in chunks to save memory."""
         if p.device.type != "cpu":
             super().update_step(group, p, gindex, pindex)
             return
@@ -62,7 +62,7 @@ class Adam8bit(AdamW8bit):
 
 
 def _state_of_chunk(state: dict[str, Any], span: slice) -> dict[str, Any]:
-    """Return views of the state of a chunk, which begins at the start of a block."""
+    """Return views of the state of a chunk, which begins at a block boundary."""
     chunk = dict(state)
     for name in MOMENTS:
         chunk[name] = state[name].view(-1)[span]

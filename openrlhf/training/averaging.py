@@ -22,7 +22,8 @@ from openrlhf.training.zero3_files import Zero3Files
 
 
 class WeightAverage:
-    """p̄ ← β·p̄ + (1 − β)·p for every trained weight, in float32, starting at the current weights.
+    """The average p̄ ← β·p̄ + (1 − β)·p of every trained weight in float32, starting at the current
+    weights.
 
     In bfloat16 training, the float32 master weights are averaged. With ZeRO 3, each rank averages
     its own shards; otherwise, rank 0 averages the complete weights.
@@ -38,7 +39,10 @@ class WeightAverage:
         self.averages = self._copy_weights(torch.float32)
 
     def _weights(self) -> Iterator[tuple[str, Tensor]]:
-        """Yield names and weights (with ZeRO 3, only this rank's shards of them). Collective."""
+        """Yield names and weights (with ZeRO 3, only this rank's shards of the weights).
+
+        Collective.
+        """
         for name, parameter in self.parameters.items():
             if self.sharded and self.has_masters:
                 yield name, own_shard(parameter)
@@ -97,7 +101,7 @@ class WeightAverage:
     def whole_weights(self) -> dict[str, Tensor]:
         """The averaged weights, keyed by parameter name in the Transformers model.
 
-        Empty with ZeRO 3, because every rank has only shards.
+        The mapping is empty with ZeRO 3, because every rank has only shards.
         """
         if self.sharded:
             return {}
@@ -139,7 +143,7 @@ class WeightAverage:
         for name, parameter in self.parameters.items():
             whole = files.whole(name, [averages[name] for averages in saved])
             part = own_part(parameter, whole)
-            average = torch.zeros_like(self.averages[name])  # with the padding of the last shard
+            average = torch.zeros_like(self.averages[name])  # includes the last shard's padding
             average[: len(part)] = part
             self.averages[name] = average
 
@@ -150,5 +154,5 @@ def rank_file(strategy: Strategy, directory: str, tag: str, name: str) -> Path:
 
 
 def _model_weight(parameter: nn.Parameter) -> Tensor:
-    """Return the weight used in forward passes; with ZeRO 3, this rank's shard of it."""
+    """Return the weight used in forward passes or, with ZeRO 3, this rank's shard of it."""
     return getattr(parameter, "ds_tensor", parameter).data

@@ -1,4 +1,4 @@
-"""DeepSpeed's C++ operators, which torch compiles on their first use on a machine."""
+"""DeepSpeed's C++ operators, which torch compiles on first use on a machine."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from pathlib import Path
 
 from openrlhf.reporting import notice
 
-TURNS = ".openrlhf.lock"  # a process locks this file, in torch's folder, while it compiles
+TURNS = ".openrlhf.lock"  # a file in torch's folder that a process locks while compiling
 
 
 @contextmanager
@@ -40,12 +40,13 @@ def compiling() -> Iterator[None]:
 
 
 def is_abandoned(lock: Path) -> bool:
-    """Return whether no process on this machine has the file open. Always False outside Linux.
+    """Return whether no process on this machine has the file open. Outside Linux, the result is
+    always False.
 
-    A compiling process has its lock file open. Returns False for another user's file, because that
-    user's open files are not visible.
+    A process that is compiling keeps its lock file open. Returns False for another user's file,
+    because that user's open files are not visible.
     """
-    with suppress(OSError):  # the file is gone
+    with suppress(OSError):  # the file no longer exists
         found = lock.stat()
         if found.st_uid != os.getuid() or not os.path.exists("/proc/self/fd"):
             return False

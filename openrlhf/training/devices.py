@@ -25,7 +25,7 @@ def device_kind() -> str:
 
 
 def free_port() -> int:
-    """Return a free TCP port from `OWN_PORTS`. Raises OSError if none is free.
+    """Return a free TCP port from `OWN_PORTS`. Raises OSError if no port is free.
 
     The caller binds the port seconds later, so the port comes from a range that neither the kernel
     nor Ray assigns from.
@@ -48,7 +48,7 @@ def worker_environment(kind: str, *, threads: int) -> dict[str, str]:
         "TOKENIZERS_PARALLELISM": os.environ.get("TOKENIZERS_PARALLELISM", "true"),
         "PYTHONWARNINGS": os.environ.get("PYTHONWARNINGS", "ignore"),
         "TORCH_CPP_LOG_LEVEL": "ERROR",
-        "OMP_NUM_THREADS": str(threads),  # otherwise, Ray would set it to 1
+        "OMP_NUM_THREADS": str(threads),  # Ray would otherwise set OMP_NUM_THREADS to 1
     }
     if kind != "cuda":
         environment["CUDA_VISIBLE_DEVICES"] = ""  # hide any GPUs that Ray does not manage
@@ -73,7 +73,7 @@ def silenced_stderr() -> Iterator[None]:
 
 
 def redirect_output(path: str) -> None:
-    """Append this process's standard output and error, including C++ output, to a file."""
+    """Redirect this process's stdout and stderr, including C++ output, to the end of a file."""
     Path(path).parent.mkdir(parents=True, exist_ok=True)
     sys.stdout.flush()
     sys.stderr.flush()
@@ -88,9 +88,8 @@ def note(event: str) -> None:
 
 
 def complete_launcher_environment() -> None:
-    """Set the variables that a launcher would set. Without a launcher, the world size is 1.
-
-    Also bounds the caches of compiled kernels.
+    """Set the variables that a launcher would set. Without a launcher, the world size is 1. The
+    caches of compiled kernels are also bounded.
     """
     os.environ.update(kernel_caches())
     if "RANK" not in os.environ:

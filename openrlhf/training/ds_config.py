@@ -6,7 +6,7 @@ from openrlhf.config.shared import DeepSpeedConfig
 
 
 def training_config(ds: DeepSpeedConfig, *, max_norm: float, ranks: int) -> dict[str, Any]:
-    """Return the DeepSpeed configuration for a model that is trained on `ranks` processes.
+    """Return the DeepSpeed configuration for a model trained on `ranks` processes.
 
     DeepSpeed does not manage accumulation windows: with `managed_gradient_accumulation` off, each
     backward pass accumulates and each step is applied, so that the caller decides on window
@@ -22,7 +22,7 @@ def training_config(ds: DeepSpeedConfig, *, max_norm: float, ranks: int) -> dict
     return _common_config(ds) | {
         "managed_gradient_accumulation": False,
         "zero_force_ds_cpu_optimizer": False,
-        # allows optimizers that a user registers, such as torch's SGD
+        # allows optimizers registered by users, such as torch's SGD
         "zero_allow_untested_optimizer": True,
         "gradient_clipping": max_norm,
         "zero_optimization": zero,
@@ -48,7 +48,7 @@ def _common_config(ds: DeepSpeedConfig) -> dict[str, Any]:
             "vocab_parallel_lm_head": False,
         }
     return parallel | {
-        # DeepSpeed requires this value, but nothing uses it: windows define the batch sizes.
+        # DeepSpeed requires a value but does not use it, because windows define the batch sizes.
         "train_micro_batch_size_per_gpu": 1,
         "steps_per_print": 10**9,
         "log_level": "error",

@@ -1,4 +1,4 @@
-"""A model in training: a DeepSpeed engine with our own accumulation windows.
+"""Wraps a DeepSpeed engine that trains a model with our own accumulation windows.
 
 An accumulation window is the set of micro-batches of one optimizer step. The window defines the
 loss denominator: counts are summed over all of its micro-batches and all data-parallel ranks before
@@ -41,19 +41,19 @@ ROUNDED_DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16}
 
 @dataclass(frozen=True, kw_only=True)
 class StepResult:
-    """The result of an optimizer step, which is skipped if its gradient norm is not finite."""
+    """The result of an optimizer step. A step is skipped if its gradient norm is not finite."""
 
     applied: bool
     grad_norm: float  # gradient norm before clipping
     lr: float
-    # The fraction of rounded weights that the step changed. None for skipped steps and in float32,
-    # where weights are not rounded.
+    # The fraction of rounded weights that the step changed.
+    # None for skipped steps and in float32, where weights are not rounded.
     changed: float | None = None
     metrics: Metrics = field(default_factory=dict)
 
 
 class TrainEngine:
-    """A model in training: a DeepSpeed engine with our own accumulation windows."""
+    """A DeepSpeed engine that trains a model with our own accumulation windows."""
 
     def __init__(
         self,
@@ -66,14 +66,14 @@ class TrainEngine:
     ) -> None:
         """Load a model with `load`, and create its optimizer and schedule.
 
-        Error messages refer to the model as `name`.
+        In error messages, the model is called `name`.
         """
         ds = strategy.config
         ranks = strategy.layout.world_size
         config = ds_config.training_config(ds, max_norm=optimizer.max_norm, ranks=ranks)
         with strategy.loading(config):
             module = strategy.share_sequences(load())
-            # Transformers loads models in evaluation mode, which disables dropout and gradient
+            # Transformers loads models in evaluation mode, without dropout and gradient
             # checkpointing.
             module.train()
         rounded_dtype = ROUNDED_DTYPES.get(ds.param_dtype)
@@ -101,9 +101,9 @@ class TrainEngine:
         engine.module.register_state_dict_post_hook(_drop_frozen)
         self.average: WeightAverage | None = None  # EMA to export instead of the weights
         self.nonfinite_steps = 0  # number of skipped steps so far
-        self.nonfinite_in_a_row = 0  # number of skipped steps since the last applied one
+        self.nonfinite_in_a_row = 0  # number of skipped steps since the last applied step
         self._movable_state = wrapped if isinstance(wrapped, MovableState) else None
-        # checkpoints need at least this much for moments
+        # minimum size of the moments in a checkpoint, in bytes per weight
         self._moment_bytes = {"adam": 8, "adam_8bit": 2}.get(optimizer.optim, 4)
         # Stage 0 in float32 computes no gradient norm and does not check for non-finite gradients.
         self._has_zero_optimizer = ds.trained_stage(ranks) > 0
@@ -127,7 +127,7 @@ class TrainEngine:
     def awake(self) -> Iterator[None]:
         """Keep optimizer state, gradients and master weights on the device until the block exits.
 
-        Forward passes need none of these.
+        Forward passes do not need this training state.
         """
         if self.sleeps:
             devices.note(f"{self.name} awake")
@@ -140,13 +140,15 @@ class TrainEngine:
             self._sleep()
 
     def _sleep(self) -> None:
-        """Move what forward passes do not need to CPU memory, if --ds.enable_sleep is set."""
+        """If --ds.enable_sleep is set, move the training state to CPU memory.
+
+        Forward passes do not need the training state.
+        """
         if not self.sleeps:
             return
         states = list(OffloadStateTypeEnum)
         states.remove(OffloadStateTypeEnum.lp_params)
-        # With ZeRO 3, DeepSpeed accepts only its FusedAdam, although its code works with any
-        # optimizer.
+        # With ZeRO 3, DeepSpeed accepts only FusedAdam, although the code works with any optimizer.
         optimizer_class = type(self.engine.optimizer.optimizer)
         with patch("deepspeed.ops.adam.fused_adam.FusedAdam", optimizer_class):
             self.engine.offload_states(include=states)
@@ -175,7 +177,7 @@ class TrainEngine:
         self.free_gathered()
 
     def free_gathered(self) -> None:
-        """Free gathered weights that ZeRO 3 keeps between uses, including prefetched ones."""
+        """Free gathered weights that ZeRO 3 keeps between uses, including prefetched weights."""
         if self.sharded:
             self.engine.optimizer.empty_partition_cache()
             # the second copy of the weights (--ds.zpg)
@@ -195,13 +197,13 @@ class TrainEngine:
         `counts(micro)` returns the denominators of a micro-batch by name (tokens, sequences).
         `loss(micro, totals)` returns the micro-batch's contribution to the window's loss, already
         divided by the totals over the window and all ranks. `before(micro)` runs in a first pass
-        over the window: it returns the micro-batch, optionally with more columns, and numbers
-        whose sums are added to the totals. Raises NonFiniteError after `max_nonfinite` skipped
-        steps in a row.
+        over the window. The function returns the micro-batch, optionally with more columns, and
+        numbers whose sums are added to the totals. Raises NonFiniteError after `max_nonfinite`
+        skipped steps in a row.
         """
         [most] = self.strategy.all_reduce([len(window)], "max")
-        # With ZeRO 2 and 3, all ranks must run the same number of backward passes: a rank with
-        # fewer micro-batches repeats its last one with weight 0.
+        # With ZeRO 2 and 3, all ranks must run the same number of backward passes.
+        # A rank with fewer micro-batches repeats its last micro-batch with weight 0.
         rounds = int(most)
         sums: dict[str, float] = {}
         if before:
@@ -210,7 +212,7 @@ class TrainEngine:
         if not any(totals.values()):
             return StepResult(applied=False, grad_norm=0.0, lr=self._lr())
         for name, total in totals.items():
-            totals[name] = total or 1.0  # avoids a division by zero; the sum of no terms is 0
+            totals[name] = total or 1.0  # avoids division by zero if there are no terms
         totals |= sums
         terms: list[LossTerm] = []
         with watched_gradients(self.module, enabled=self.nonfinite_in_a_row > 0) as broken:
@@ -284,7 +286,7 @@ class TrainEngine:
     def _apply_gradients(self) -> float:
         """Apply the gradients if their norm is finite. Return the norm before clipping."""
         if self._has_zero_optimizer:
-            self.engine.step()  # DeepSpeed skips the step if its norm is not finite
+            self.engine.step()  # DeepSpeed skips the step if the gradient norm is not finite
             if getattr(self.engine.optimizer, "overflow", False):
                 return math.inf
             norm = self.engine.get_global_grad_norm()
@@ -330,10 +332,9 @@ class TrainEngine:
     def load(self, directory: str, tag: str) -> None:
         """Read the files that `save` wrote. Collective.
 
-        The saved run must have used the same ZeRO stage, except that stages 1 and 2 can be
-        exchanged. Files from a different number of ranks are converted if --ds.use_universal_ckpt
-        is set. The learning rate, the schedule and other optimizer settings come from this run's
-        flags.
+        The saved run must have used the same ZeRO stage; only stages 1 and 2 are interchangeable.
+        Files from a different number of ranks are converted if --ds.use_universal_ckpt is set. The
+        learning rate, the schedule and other optimizer settings come from this run's flags.
         """
         settings: list[dict[str, Any]] = []
         for group in self.engine.optimizer.param_groups:

@@ -1,7 +1,7 @@
 """Gathers the full parameters of a model in training from the ranks, bucket by bucket.
 
-Parameters are named as in the Transformers model. The generators are collective. The tensors of a
-bucket are valid until the next bucket is requested.
+Parameters are named as in the Transformers model. All ranks must run the generators. The tensors of
+a bucket are valid until the next bucket is requested.
 """
 
 import math
@@ -15,14 +15,14 @@ from openrlhf.weights.buckets import NamedTensor, cut_into_buckets
 
 
 def full_parameters(engine: TrainEngine, bucket_bytes: int) -> Iterator[list[NamedTensor]]:
-    """Return the plain model's parameters, with adapters merged and each tied weight only once."""
+    """Return the plain model's parameters, with adapters merged and tied weights listed once."""
     return _gathered(engine, whole_tensors(engine.hf), bucket_bytes)
 
 
 def exported_parameters(
     engine: TrainEngine, bucket_bytes: int, *, masters: bool = False
 ) -> Iterator[list[NamedTensor]]:
-    """Yield the parameters to export: the adapters' if there are any, else the plain model's.
+    """Yield the parameters to export: those of the adapters, if any, or else of the plain model.
 
     If `masters` is true, the float32 master weights are yielded instead of the rounded weights. The
     engine must be awake.

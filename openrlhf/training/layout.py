@@ -1,6 +1,5 @@
-"""Layout of ranks: which rank has which part of the data, of each sequence and of each weight.
-
-Contains pure functions, which need no process group or device.
+"""Layout of ranks: which rank has which part of the data, each sequence and each weight. All
+functions are pure and need no process group or device.
 """
 
 from dataclasses import dataclass

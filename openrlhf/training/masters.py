@@ -1,4 +1,5 @@
-"""Float32 master weights, which the optimizer updates; a bfloat16 model holds the rounded values.
+"""Float32 master weights: the optimizer updates them, and a bfloat16 model holds the rounded
+values.
 
 DeepSpeed initializes the masters from the rounded weights, so a float32 checkpoint would lose its
 low bits before the first step. `restore_masters` restores them. Each rank has the masters for a
@@ -19,8 +20,8 @@ from openrlhf.training.quiet_deepspeed import deepspeed
 from openrlhf.training.stored import read_stored_weights
 from openrlhf.training.whole import full_shape, is_adapter
 
-# Maximum number of weights that each rank samples. The sample takes 8 MB in bfloat16, and if 1 % of
-# the weights change, it measures this fraction to within 0.005 %.
+# Maximum number of weights sampled by each rank. The sample takes 8 MB in bfloat16.
+# If 1 % of the weights change, the sample measures this fraction to within 0.005 %.
 MAX_SAMPLED_WEIGHTS = 4_000_000
 
 
@@ -46,10 +47,10 @@ def round_new_weights(module: nn.Module, dtype: torch.dtype | None) -> dict[str,
 
 @torch.no_grad()
 def restore_masters(module: nn.Module, new: Mapping[str, Tensor]) -> None:
-    """Set the masters of a DeepSpeed engine's module to their values from before rounding.
+    """Set the masters of a DeepSpeed engine's module to their values before rounding.
 
-    The values come from `new`, the result of `round_new_weights`, and from the model's files. If a
-    weight differs from the rounded value in the files, its master is not changed.
+    The values come from `new`, the result of `round_new_weights`, and from the model's files. A
+    weight that differs from the rounded value in the files keeps its master.
     """
     trained = {name: p for name, p in module.named_parameters() if p.requires_grad}
     for name, value in new.items():
@@ -74,7 +75,7 @@ def restore_masters(module: nn.Module, new: Mapping[str, Tensor]) -> None:
 
 
 class ChangedWeights:
-    """Counts the rounded weights that a step changes, in an evenly spaced sample.
+    """Counts the rounded weights changed by a step, in an evenly spaced sample.
 
     If a rank has at most `MAX_SAMPLED_WEIGHTS` trained weights, the sample contains all of them.
     """

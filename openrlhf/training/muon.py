@@ -1,9 +1,9 @@
-"""Muon: an optimizer whose steps are orthogonalized momentum, one matrix at a time.
+"""Muon: an optimizer that orthogonalizes the momentum of each matrix.
 
 Orthogonalization needs complete matrices, but ZeRO gives an optimizer flat tensors that contain
 parts of many parameters. `Muon.attach` finds these parts. In each step, the ranks exchange parts so
-that each rank can orthogonalize some of the matrices; it then sends the other ranks their parts of
-the result.
+that each rank can orthogonalize some of the matrices. Each rank then sends the other ranks their
+parts of its results.
 """
 
 from __future__ import annotations
@@ -21,8 +21,8 @@ from openrlhf.training import tensor_parallel
 from openrlhf.training.masters import own_span
 from openrlhf.training.whole import full_shape
 
-# Muon's momentum has the same name as Adam's first moment, because DeepSpeed moves states with this
-# name to CPU memory.
+# Muon's momentum has the same name as Adam's first moment.
+# DeepSpeed moves states with this name to CPU memory.
 MOMENTUM = "exp_avg"
 
 
@@ -52,9 +52,8 @@ class Muon(torch.optim.AdamW):
     """
 
     def __init__(self, groups: list[dict[str, Any]], **adam: Any) -> None:
-        """Create the optimizer. If there is a group with `is_muon`, it comes first.
-
-        The group with `is_muon` also needs `momentum`, `nesterov` and `iterations`.
+        """Create the optimizer. A group with `is_muon` must come first. The group also needs
+        `momentum`, `nesterov` and `iterations`.
         """
         super().__init__(groups, **adam)
         self._matrices: list[nn.Parameter] = []
@@ -67,8 +66,8 @@ class Muon(torch.optim.AdamW):
     def attach(self, zero: Any, device: torch.device) -> None:
         """Find the matrices in the tensors that this optimizer updates. Collective.
 
-        `zero` is the DeepSpeed optimizer that wraps this one, or this optimizer with ZeRO 0.
-        Matrices are exchanged and orthogonalized on `device`.
+        `zero` is the DeepSpeed optimizer that wraps this optimizer or, with ZeRO 0, this optimizer
+        itself. Matrices are exchanged and orthogonalized on `device`.
         """
         self._device = device
         if zero is self:
@@ -113,14 +112,15 @@ class Muon(torch.optim.AdamW):
                     parameter=parameter, start=start, sizes=tuple(map(int, sizes)), rank=rank
                 )
             )
-        # At any time, the ranks work on consecutive matrices, which should therefore have similar
-        # sizes. All ranks must use the same order.
+        # The ranks process consecutive matrices together, so these should have similar sizes. All
+        # ranks must use the same order.
         parts.sort(key=lambda part: full_shape(part.parameter), reverse=True)
         return parts
 
     @torch.no_grad()
     def step(self, closure: Callable[[], float] | None = None) -> float | None:  # pyright: ignore[reportIncompatibleMethodOverride]
-        """Update the parameters in all groups. Collective if DeepSpeed partitions them.
+        """Update the parameters in all groups. If DeepSpeed partitions the parameters, all ranks
+        must call this method.
 
         If set, `closure` first computes the gradients, and its loss is returned.
         """
@@ -173,7 +173,7 @@ class Muon(torch.optim.AdamW):
     ) -> list[Tensor]:
         """Return this rank's parts of the orthogonalized matrices of a chunk. Collective.
 
-        Each rank orthogonalizes the matrix at its own index in the chunk.
+        Each rank orthogonalizes the matrix whose index in the chunk equals the rank.
         """
         rank = chunk[0].rank
         own_sizes = [part.sizes[rank] for part in chunk]
@@ -181,7 +181,7 @@ class Muon(torch.optim.AdamW):
             return [_muon_direction(chunk[0].parameter, directions[0], iterations)]
         missing = [0] * (dist.get_world_size(self._ranks) - len(chunk))
         sent = torch.cat(directions).to(self._device)
-        sizes = [0] * len(chunk[0].sizes)  # how many elements of this rank's matrix each rank has
+        sizes = [0] * len(chunk[0].sizes)  # number of elements on each rank
         if rank < len(chunk):
             sizes = list(chunk[rank].sizes)
         matrix = sent.new_empty(sum(sizes))
@@ -196,8 +196,8 @@ class Muon(torch.optim.AdamW):
 def _muon_direction(parameter: Any, flat: Tensor, iterations: int) -> Tensor:
     """Return √max(1, m/n) · orthogonalized(matrix), flattened, where `flat` is the matrix.
 
-    With tensor parallelism, `flat` and the result are this rank's parts of a matrix. The call is
-    then collective, and every rank computes the entire matrix.
+    With tensor parallelism, `flat` and the result are this rank's parts of a matrix. All ranks must
+    then make this call, and every rank computes the entire matrix.
     """
     shape = getattr(parameter, "ds_shape", parameter.shape)
     whole = tensor_parallel.joined(parameter, flat.view(shape))

@@ -28,8 +28,8 @@ def watched_gradients(module: nn.Module, *, enabled: bool) -> Iterator[list[str]
     """Collect the names of parameters that get a non-finite gradient before the block exits.
 
     The parameter closest to the loss comes first. ZeRO frees the gradients before their norm is
-    known, so hooks check each gradient. These checks take time, so they are `enabled` only after a
-    skipped step.
+    known, so hooks check each gradient. Because these checks take time, the hooks are `enabled`
+    only after a skipped step.
     """
     broken: list[str] = []
 
@@ -50,7 +50,7 @@ def watched_gradients(module: nn.Module, *, enabled: bool) -> Iterator[list[str]
 def describe_cause(strategy: Strategy, terms: Sequence[LossTerm], broken: Sequence[str]) -> str:
     """Describe the first non-finite loss on any rank, or else the non-finite gradients. Collective.
 
-    `broken` are the names from `watched_gradients`.
+    `broken` contains the names from `watched_gradients`.
     """
     losses: list[str] = []
     for number, term in enumerate(terms, 1):

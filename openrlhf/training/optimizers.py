@@ -1,4 +1,4 @@
-"""Optimizers by name, and the learning-rate schedules of Transformers."""
+"""Optimizers by name, and learning-rate schedules from Transformers."""
 
 import math
 from collections.abc import Callable
@@ -20,12 +20,12 @@ from openrlhf.training.whole import full_shape
 NO_DECAY_SUFFIXES = ("bias", "layer_norm.weight", "layernorm.weight", "norm.weight", "ln_f.weight")
 CONVOLUTIONS = (nn.Conv1d, nn.Conv2d, nn.Conv3d)
 DECAY_FRACTION = 0.1  # fraction of the steps in the decay phase of warmup_stable_decay
-MIN_8BIT_SIZE = 4096  # smaller weights have 32-bit moments with adam_8bit, as in bitsandbytes
+MIN_8BIT_SIZE = 4096  # with adam_8bit, smaller weights have 32-bit moments, as in bitsandbytes
 
 
 @runtime_checkable
 class MovableState(Protocol):
-    """An optimizer that moves its own state, because DeepSpeed does not know the state's names."""
+    """An optimizer that moves its own state, because the state's names are unknown to DeepSpeed."""
 
     def move_state(self, device: torch.device) -> None:
         """Move the state to `device`."""
@@ -47,7 +47,8 @@ def adamw(groups: list[dict[str, Any]], settings: OptimizerConfig) -> Optimizer:
 
 
 def adamw_in_cpu_memory(groups: list[dict[str, Any]], settings: OptimizerConfig) -> Optimizer:
-    """Return DeepSpeed's AdamW for CPUs, or torch's AdamW if DeepSpeed's cannot be compiled.
+    """Return DeepSpeed's AdamW for CPUs, or torch's AdamW if DeepSpeed's version cannot be
+    compiled.
 
     DeepSpeed's optimizer takes about a minute to compile on its first use.
     """
@@ -57,7 +58,7 @@ def adamw_in_cpu_memory(groups: list[dict[str, Any]], settings: OptimizerConfig)
 
         with compiling():
             return DeepSpeedCPUAdam(groups, lr=adam.lr, betas=adam.betas, eps=adam.eps)
-    except Exception as error:  # compilers can fail with any exception
+    except Exception as error:  # a failing compiler may raise any exception
         warn(
             "--ds.adam_offload uses torch's AdamW: DeepSpeedCPUAdam could not be compiled "
             f"({error})."
@@ -109,10 +110,10 @@ def parameter_groups(
 ) -> list[dict[str, Any]]:
     """Divide the trained parameters into groups with and without weight decay.
 
-    If the optimizer treats some weights differently, these form the first group, and an entry of
-    each group marks them: with `muon`, `is_muon` marks the matrices of hidden layers; with
-    `adam_8bit`, `is_8bit` marks the weights with 8-bit moments. Empty groups are omitted, because
-    schedulers fail on them.
+    If the optimizer treats some weights differently, those weights form the first group, and every
+    group has an entry that marks such weights: with `muon`, `is_muon` marks the matrices of hidden
+    layers; with `adam_8bit`, `is_8bit` marks the weights with 8-bit moments. Empty groups are
+    omitted, because schedulers fail on empty groups.
     """
     entry = ""
     special: set[nn.Parameter] = set()
@@ -144,7 +145,7 @@ def parameter_groups(
 
 
 def _hidden_matrices(module: nn.Module) -> set[nn.Parameter]:
-    """Return the matrices, and stacks of matrices, of hidden layers."""
+    """Return the matrices and stacks of matrices in hidden layers."""
     matrices = {p for p in module.parameters() if len(full_shape(p)) >= 2}
     return matrices - _parameters_outside_hidden_layers(module)
 
@@ -152,8 +153,8 @@ def _hidden_matrices(module: nn.Module) -> set[nn.Parameter]:
 def _large_weights(module: nn.Module) -> set[nn.Parameter]:
     """Return the weights with at least `MIN_8BIT_SIZE` elements, except for embeddings.
 
-    Rows of an embedding get no gradient while their token does not occur. In 8 bits, their second
-    moments would become 0 before their first moments do, and their steps would be huge.
+    An embedding's row gets no gradient while its token does not occur. In 8 bits, the row's second
+    moments would become 0 before its first moments, and its next steps would be huge.
     """
     large = {p for p in module.parameters() if math.prod(full_shape(p)) >= MIN_8BIT_SIZE}
     for name, layer in module.named_modules():
@@ -163,7 +164,7 @@ def _large_weights(module: nn.Module) -> set[nn.Parameter]:
 
 
 def _is_embedding(name: str, layer: nn.Module) -> bool:
-    """Return whether a layer is an embedding, by its class or by its name, which adapters keep."""
+    """Return whether a layer is an embedding, by its class or by its name (kept by adapters)."""
     return isinstance(layer, nn.Embedding) or "embed" in name
 
 

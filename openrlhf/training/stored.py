@@ -19,12 +19,12 @@ def read_stored_weights(hf: PreTrainedModel, receive: Callable[[str, Tensor], No
 
     Tensors have the names and shapes of the model in memory, because the Transformers loader
     renames, stacks and splits the stored tensors. The loader fills a model on the meta device, so
-    only the tensor passed to `receive` takes up memory. The files are read again, except that only
-    the header is read for a weight that `receive` ignores.
+    only the tensor passed to `receive` takes up memory. The files are read again, but for a weight
+    that `receive` ignores, only the header is read.
     """
     config: Any = copy.deepcopy(hf.config)
     if hasattr(config, "quantization_config"):
-        # The model was quantized on loading; its files have unquantized weights.
+        # The model was quantized on loading; the files have unquantized weights.
         del config.quantization_config
     with _loading_into(receive):
         type(hf).from_pretrained(hf.name_or_path, config=config, ignore_mismatched_sizes=True)

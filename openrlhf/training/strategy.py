@@ -60,7 +60,7 @@ class Strategy:
                 atexit.register(dist.destroy_process_group)
         assert dist.get_world_size() == layout.world_size
         self.rank = dist.get_rank()
-        self.is_main = self.rank == 0  # the main process writes files, prints and decides
+        self.is_main = self.rank == 0  # the main process writes files, prints and makes decisions
         self.dp_rank = self.rank // layout.ranks_per_slice
         self.dp_size = layout.dp
         self.ring = self._join_ring()
@@ -82,9 +82,8 @@ class Strategy:
         return joined
 
     def share_sequences(self, module: nn.Module) -> nn.Module:
-        """Let a model share its sequences with the other ranks of the ring, if there is one.
-
-        Raises UserError for a model that lays out its batches itself.
+        """If this rank is in a ring, let a model share its sequences with the other ranks of the
+        ring. Raises UserError for a model that lays out its own batches.
         """
         if self.ring is None:
             return module
@@ -98,7 +97,7 @@ class Strategy:
         return module
 
     def all_reduce(self, values: Sequence[float], op: Literal["sum", "max"] = "sum") -> list[float]:
-        """Return, for each number, its sum over the data slices or its maximum over all ranks.
+        """Return each number's sum over the data slices or its maximum over all ranks.
 
         The ranks of a slice must pass the same numbers.
         """
@@ -142,24 +141,24 @@ class Strategy:
         """Load weights directly into shards until the block exits, if `config` uses ZeRO 3."""
         sharding: HfDeepSpeedConfig | None = None
         if config["zero_optimization"]["stage"] == 3:
-            # DeepSpeed creates the groups of --ds.zpg once, and raises an error for a second model.
+            # DeepSpeed creates the groups for --ds.zpg only once and raises an error for a second
+            # model.
             deepspeed.utils.groups._ZERO_PARAM_INTRA_PARALLEL_GROUP = None
-            # Otherwise, Transformers would split layers itself, which it cannot do for experts.
+            # Keep Transformers from splitting layers, because it cannot split experts.
             unsplit = {name: value for name, value in config.items() if name != "tensor_parallel"}
             sharding = HfDeepSpeedConfig(unsplit)
         try:
             yield
         finally:
-            # Transformers keeps a weak reference to this object, and shards every model while it
-            # exists.
+            # Transformers keeps a weak reference to this object.
+            # While the object exists, Transformers shards every model.
             del sharding
 
 
 class FrozenModel:
-    """A model that is not trained. With ZeRO 3, it is sharded like the trained model.
-
-    An offloaded model is moved to the device at its first use and stays there until `rest`. With
-    ZeRO 3, DeepSpeed moves one layer at a time instead.
+    """A model that is not trained. With ZeRO 3, a frozen model is sharded like the trained model.
+    An offloaded model is moved to the device at its first use and stays there until `rest` is
+    called. With ZeRO 3, DeepSpeed moves one layer at a time instead.
     """
 
     def __init__(
@@ -175,7 +174,7 @@ class FrozenModel:
             self._module.eval()  # a separate statement, because DeepSpeed's method returns None
         elif not offload:
             self._module.to(self._device)
-        self._moves = offload and not sharded  # True if it moves between device and CPU memory
+        self._moves = offload and not sharded  # True if moved between device and CPU memory
 
     def on_device(self) -> nn.Module:
         """Return the model, after moving it to the device if it is offloaded."""
@@ -193,7 +192,7 @@ class FrozenModel:
 
 
 def initialize(config: dict[str, Any], module: nn.Module, **arguments: Any) -> Any:
-    """Return a DeepSpeed engine for a model, without DeepSpeed's memory reports on the terminal."""
+    """Return a DeepSpeed engine for a model, without printing DeepSpeed's memory reports."""
     model_config: Any = module.config
     sized = ds_config.with_bucket_sizes(config, model_config.get_text_config().hidden_size)
     complete = tensor_parallel.complete_config(sized, module)

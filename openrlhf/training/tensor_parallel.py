@@ -1,7 +1,7 @@
 """Tensor parallelism: the weights of linear layers split over ranks, by DeepSpeed's AutoTP.
 
-Transformers' tensor-parallel plan for an architecture lists the layers to split by rows and by
-columns. Output heads, embeddings and experts are not split.
+The layers to split by rows and by columns are listed in Transformers' tensor-parallel plan for the
+architecture. Output heads, embeddings and experts are not split.
 """
 
 import re
@@ -16,7 +16,7 @@ from openrlhf.layer_plan import COLUMN, REPLICATED, ROW, split_patterns
 
 
 def complete_config(config: dict[str, Any], module: nn.Module) -> dict[str, Any]:
-    """Return DeepSpeed's configuration with the plan of this model, if it splits weights.
+    """Return DeepSpeed's configuration, with this model's plan if the weights are split.
 
     Raises UserError if the model cannot be split over that many ranks.
     """
@@ -31,9 +31,8 @@ def complete_config(config: dict[str, Any], module: nn.Module) -> dict[str, Any]
 
 def layer_specs(config: PretrainedConfig, ranks: int, module: nn.Module) -> list[dict[str, Any]]:
     """Return how AutoTP splits a model's weights: name patterns, each with the dimension to split.
-
-    An adapter's matrices follow their layer: B is split if the layer is split by columns, and A if
-    it is split by rows. Raises UserError if the model cannot be split.
+    An adapter's matrix B is split if its layer is split by columns, and its matrix A is split if
+    its layer is split by rows. Raises UserError if the model cannot be split.
     """
     patterns = split_patterns(config, ranks)
     specs: list[dict[str, Any]] = []
@@ -67,11 +66,11 @@ def _are_trained(module: nn.Module, patterns: list[str]) -> bool:
 
 @contextmanager
 def adapters_visible() -> Iterator[None]:
-    """Let AutoTP see the layers inside PEFT's layers until the block exits.
+    """Make AutoTP process the layers inside PEFT's layers until the block exits.
 
     AutoTP would mistake a PEFT layer for a linear layer, because it has a `weight` property.
     """
-    from peft.tuners.tuners_utils import BaseTunerLayer  # slow: only models with adapters need it
+    from peft.tuners.tuners_utils import BaseTunerLayer  # slow, needed only for adapters
 
     layer: Any = BaseTunerLayer
     weight = vars(layer)["weight"]
@@ -94,7 +93,7 @@ def split_shape(parameter: Tensor, shape: tuple[int, ...]) -> tuple[int, ...]:
 
 
 def joined(parameter: Any, part: Tensor) -> Tensor:
-    """Gather a weight from this rank's part. Collective over the ranks that split the weight."""
+    """Gather a weight from this rank's part. All ranks that split the weight must call this."""
     split = _split(parameter)
     if split is None:
         return part

@@ -34,7 +34,7 @@ def converted(strategy: Strategy, directory: str, tag: str) -> Iterator[str]:
     """Convert the checkpoint `directory/tag`, and delete the copy when the block exits. Collective.
 
     Yields the copy's directory. Rank 0 converts the checkpoint in CPU memory. The copy takes as
-    much disk space as the checkpoint, and twice as much during the conversion.
+    much disk space as the checkpoint, or twice as much during the conversion.
     """
     copy = Path(directory, f".universal-{tag}")
     if strategy.is_main:
@@ -66,12 +66,12 @@ def _convert(directory: Path, tag: str, copy: str) -> None:
 
 
 def _run_converter(directory: Path, tag: str, copy: str) -> str:
-    """Run DeepSpeed's converter in a separate process, which frees its memory when it exits.
+    """Run DeepSpeed's converter in a separate process, so that its memory is freed afterwards.
 
     Returns the end of the error output, or an empty string if the conversion succeeds.
     """
-    # Use relative paths, because the converter treats paths as glob patterns and folder names may
-    # contain brackets.
+    # Use relative paths, because folder names may contain brackets.
+    # The converter treats paths as glob patterns.
     folders = ["--input_folder", tag, "--output_folder", f"{copy}/{tag}"]
     # The strict check rejects frozen weights, which checkpoints do not contain.
     options = ["--inject_missing_state", "--no_strict"]

@@ -12,12 +12,12 @@ from openrlhf.training import tensor_parallel
 
 
 class WholeTensor(NamedTuple):
-    """A tensor of the plain model, and the trained parameters from which it is computed."""
+    """A tensor of the plain model, with the parameters from which the tensor is computed."""
 
     name: str
     shape: tuple[int, ...]
     parts: list[nn.Parameter]
-    make: Callable[[], Tensor]  # valid while no part is sharded
+    make: Callable[[], Tensor]  # must be called while no part is sharded
 
     def nbytes(self) -> int:
         """Return the size in bytes of the parts or of the float32 tensor, whichever is larger."""
@@ -36,9 +36,9 @@ def has_adapters(model: nn.Module) -> bool:
 
 
 def whole_tensors(model: nn.Module) -> Iterator[WholeTensor]:
-    """Yield every parameter of the plain model by its name in that model, and tied weights once."""
+    """Yield every parameter of the plain model under its plain name, and tied weights only once."""
     layers = dict(model.named_modules())
-    for name, parameter in model.named_parameters():  # lists each tied weight once
+    for name, parameter in model.named_parameters():  # this iterator lists each tied weight once
         owner, adapted, leaf = name.rpartition(".base_layer.")
         if adapted and leaf == "weight":
             layer: Any = layers[owner]
@@ -75,9 +75,8 @@ def _single_part(name: str, parameter: Any) -> WholeTensor:
 def merged(weight: nn.Parameter, layer: Any) -> Tensor:
     """Return W + s·BA in float32, where s = α/r, or α/√r for rsLoRA.
 
-    DoRA scales the rows of the sum to the learned magnitudes.
-    Hu et al. 2021, arXiv:2106.09685; Kalajdzievski 2023, arXiv:2312.03732; Liu et al. 2024,
-    arXiv:2402.09353
+    With DoRA, the rows of the sum are scaled to the learned magnitudes. Hu et al. 2021,
+    arXiv:2106.09685; Kalajdzievski 2023, arXiv:2312.03732; Liu et al. 2024, arXiv:2402.09353
     """
     [a] = layer.lora_A.values()
     [b] = layer.lora_B.values()
@@ -91,11 +90,11 @@ def merged(weight: nn.Parameter, layer: Any) -> Tensor:
 def dense(parameter: Any) -> Tensor:
     """Return all values of a parameter, dequantized if they are stored in 4 bits.
 
-    Collective for a weight that tensor parallelism splits.
+    If tensor parallelism splits the weight, all ranks must call this function.
     """
     if not hasattr(parameter, "quant_state"):
         return tensor_parallel.joined(parameter, parameter.data)
-    from bitsandbytes.functional import dequantize_4bit  # optional: only with --ds.load_in_4bit
+    from bitsandbytes.functional import dequantize_4bit  # only with --ds.load_in_4bit
 
     return dequantize_4bit(parameter.data, parameter.quant_state)
 

@@ -1,7 +1,8 @@
 """Joins the shards of a ZeRO 3 checkpoint, which has one shard of each weight per rank.
 
 DeepSpeed's converter expects every weight to be sharded over the data slices. With tensor
-parallelism, this is true only of split weights; the other weights are sharded over all ranks.
+parallelism, only split weights are sharded over the data slices; all other weights are sharded over
+all ranks.
 """
 
 import math
@@ -15,7 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-STATES = ("fp32", "exp_avg", "exp_avg_sq")  # DeepSpeed's names: masters and AdamW's moments
+STATES = ("fp32", "exp_avg", "exp_avg_sq")  # DeepSpeed's names for masters and AdamW's moments
 PLACE = re.compile(r"zero_pp_rank_(\d+)_mp_rank_(\d+)_optim_states")
 
 
@@ -29,7 +30,7 @@ class Zero3Files:
         for file in folder.glob("*_optim_states.pt"):
             data_rank, split_rank = map(int, PLACE.findall(file.name)[0])
             by_place[data_rank, split_rank] = file
-        self.files = [file for _, file in sorted(by_place.items())]  # in the order of ranks
+        self.files = [file for _, file in sorted(by_place.items())]  # sorted by rank
         _, last_split_rank = max(by_place)
         self.tp = last_split_rank + 1
         # The shapes of the parts by name, for each tensor-parallel rank and parameter group.
@@ -102,7 +103,7 @@ class Zero3Files:
 
 
 def _matcher(patterns: Sequence[str]) -> Callable[[str], object]:
-    """Return a function that matches a name against the patterns."""
+    """Return a function that tells whether a name matches any of the patterns."""
     return re.compile("|".join(patterns) or "(?!)").match
 
 
