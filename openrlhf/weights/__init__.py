@@ -8,26 +8,28 @@ stream of tensors. The sender (`sender`) packs the stream into the manifest's bu
 hashes each bucket, and sends it through a channel (`transport`), which does not interpret the
 bytes. The receiver (`receiver`) passes the tensors to the vLLM worker's loader and writes a
 receipt, which the engine compares with the manifest (`receipts`). The publisher (`publisher`)
-coordinates all of them. Sender and receivers cut the manifest into the same buckets, because both
-call `WeightManifest.buckets`.
+coordinates these parts. The sender and the receivers cut the manifest into the same buckets,
+because they all call `WeightManifest.buckets`.
 
 **Who calls what, in this order.** The publisher, in the controller, calls the ranks of the policy
 and the engines:
 
-1. `weight_address` on the policy, then `join` on the engines and `join_weight_group` on the policy:
-they form a weight group. Skipped if the last publication's group has the same engines. 2.
-`weight_manifest` on the policy. Rank 0's result is used. 3. `receive` on the engines and
-`send_weights` on the policy, at the same time. An engine pauses itself, its workers receive all
-buckets and then the sender's hashes, and the engine verifies its workers' receipts. 4. `resume` on
-the engines, after all engines have verified the version.
+1. `weight_address` on the policy, then `join` on the engines and `join_weight_group` on the policy.
+   These calls form a weight group. They are skipped if the last publication's group has the same
+   engines.
+2. `weight_manifest` on the policy. Rank 0's result is used.
+3. `receive` on the engines and `send_weights` on the policy, at the same time. An engine pauses
+   itself, its workers receive all buckets and then the sender's hashes, and the engine verifies its
+   workers' receipts.
+4. `resume` on the engines, after all engines have verified the version.
 
 **What may overlap.** A publication, a refit of a restarted engine and the launch of an update
 exclude each other (`WeightPublisher.sending`). An update that is launched before a refit finishes
-before it, because a policy process runs one call at a time. Samples may be in progress: they are
-paused in step 3 and continue with the new weights after step 4. During a refit the other engines
-keep serving. Within step 3, the trainer gathers and packs a bucket while the engines load the
-previous one. The memory of a tensor may be reused: each tensor is packed before the next one is
-requested.
+before the refit starts, because a policy process runs one call at a time. Samples may be in
+progress; running samples are paused in step 3 and continue with the new weights after step 4.
+During a refit, the other engines keep serving. During step 3, the trainer gathers and packs a
+bucket while the engines load the previous bucket. The memory of a tensor may be reused, because
+each tensor is packed before the next tensor is requested.
 
 **What is guaranteed.** An engine that serves a version holds exactly the tensors of its manifest:
 in each of its workers, the hash of every bucket equals the hash that was sent, every tensor was

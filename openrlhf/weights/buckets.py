@@ -11,11 +11,11 @@ from torch import Tensor
 from torch.nn.functional import pad
 
 T = TypeVar("T")
-# in bytes; every tensor starts at a multiple of it, so any dtype can be viewed in place
+# Every tensor starts at a multiple of this number of bytes, so any dtype can be viewed in place.
 ALIGNMENT = 16
-HASH_BLOCK = 2**16  # in 8-byte words; the resulting half a megabyte fits in a CPU core's cache
-# Number of blocks to hash at once. Hashing one block at a time would launch thousands of small GPU
-# kernels per GiB.
+HASH_BLOCK = 2**16  # in 8-byte words; a block of half a megabyte fits in a CPU core's cache
+# Number of blocks to hash at once.
+# Hashing one block at a time would launch thousands of small GPU kernels per GiB.
 BLOCKS_AT_ONCE = {"cpu": 1, "cuda": 64}
 
 
@@ -82,12 +82,13 @@ def unpack(bucket: Bucket, buffer: Tensor) -> Iterator[NamedTensor]:
 def bucket_hash(buffer: Tensor) -> int:
     """Return a 64-bit hash of `buffer`, computed on its device.
 
-    `buffer` is uint8, a multiple of 8 bytes. H = Σ wᵢ·(xᵢ + xᵢ≫32) mod 2⁶⁴ over words xᵢ of 8
-    bytes, wᵢ odd and pseudo-random, per block; the hashes of the blocks are hashed again
-    (multilinear family: Carter and Wegman 1979). Every position has a different weight, so the hash
-    also detects values that were swapped or shifted. The probability of missing accidental
-    corruption is about 2⁻³¹ per bucket. The weights are constants, so the hash does not protect
-    against an adversary. The throughput is about 2 GB/s on one CPU core.
+    The `buffer` has dtype uint8 and a length that is a multiple of 8 bytes. The hash of a block is
+    H = Σ wᵢ·(xᵢ + xᵢ≫32) mod 2⁶⁴ over its 8-byte words xᵢ, with odd pseudo-random weights wᵢ
+    (multilinear family, Carter and Wegman 1979). The hashes of the blocks are hashed again. Every
+    position has a different weight, so the hash also detects swapped or shifted values. The
+    probability of missing accidental corruption is about 2⁻³¹ per bucket. The weights are
+    constants, so the hash does not protect against an adversary. The throughput is about 2 GB/s on
+    one CPU core.
     """
     words = buffer.view(torch.int64)
     weights = _hash_weights(words.device)
@@ -111,8 +112,8 @@ def _hash_blocks(words: Tensor, weights: Tensor, blocks_at_once: int) -> Tensor:
 
 
 def _weighted_sums(blocks: Tensor, weights: Tensor) -> Tensor:
-    # The shift adds a word's high half to its low half: in a product modulo 2⁶⁴, a factor's high
-    # bits affect only the high bits of the result.
+    # The shift adds a word's high half to its low half.
+    # In a product modulo 2⁶⁴, a factor's high bits affect only the high bits of the result.
     return ((blocks + (blocks >> 32)) * weights).sum(dim=1)
 
 

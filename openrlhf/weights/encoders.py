@@ -1,4 +1,4 @@
-"""Encoders, which turn the policy's weights into a manifest's tensors.
+"""Encoders that turn the policy's weights into the tensors of a manifest.
 
 `workers.policy.PolicyWorker` creates two encoders: one for the full model, and one for the adapter
 that the engines serve. Publishing only changed weights would need a third encoder, a
@@ -17,13 +17,16 @@ from openrlhf.weights.manifest import WeightManifest
 
 @dataclass(frozen=True, kw_only=True)
 class Encoder:
-    """A way to encode weights. `blanks` and `gathered` yield the same names in the same order."""
+    """A way to encode weights.
+
+    The names yielded by `blanks` and `gathered` are the same and in the same order.
+    """
 
     blanks: Iterable[NamedTensor]  # the trainer's tensors on the meta device
-    # Yields the trainer's tensors in buckets of the given number of bytes. Collective over the
-    # ranks; a bucket is valid until the next one is requested.
+    # Yields the trainer's tensors in buckets of the given number of bytes, on all ranks together.
+    # A bucket is valid until the next bucket is requested.
     gathered: Callable[[int], Iterable[list[NamedTensor]]]
-    # Returns the engine's tensors, under the engine's names, for one of the trainer's tensors.
+    # Returns the engine's tensors for one of the trainer's tensors, under the engine's names.
     stored: Callable[[str, torch.Tensor], Iterable[NamedTensor]]
     adapter: dict[str, Any] | None = None  # see `WeightManifest.adapter`
 

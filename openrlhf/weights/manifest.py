@@ -1,4 +1,4 @@
-"""A publication's manifest: the tensors that the trainer and the engines agree on."""
+"""A publication's manifest, which lists the tensors to be sent from the trainer to the engines."""
 
 from dataclasses import dataclass
 from typing import Any

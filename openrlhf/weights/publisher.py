@@ -1,7 +1,7 @@
 """The controller's weight publisher, which coordinates sending, verifying and serving weights.
 
-The publisher holds no weights. It calls the policy's and the engines' processes through the
-protocols in this module, because their classes are in packages above this one.
+The publisher holds no weights. The publisher calls the processes of the policy and the engines
+through the protocols in this module, because their classes are in higher-level packages.
 """
 
 import threading
@@ -44,7 +44,7 @@ class EngineCalls(Protocol):
         ...
 
     async def receive(self, manifest: WeightManifest) -> tuple[WorkerReceipt, ...]:
-        """Receive and load the tensors in the manifest, and return a receipt of each worker."""
+        """Receive and load the tensors in the manifest, and return a receipt from each worker."""
         ...
 
     async def resume(self) -> None:
@@ -82,7 +82,7 @@ class Engines(Protocol):
         ...
 
     def find_lost(self) -> None:
-        """Restart the engines that do not answer."""
+        """Restart the engines that do not respond."""
         ...
 
     def check(self) -> None:
@@ -94,7 +94,7 @@ class Engines(Protocol):
 class WeightPublisher:
     """Publishes the policy's weights to all engines.
 
-    Without engines, for example in a replay, nothing is published.
+    Without engines (for example, in a replay), no weights are published.
     """
 
     policy: PolicyProcesses
@@ -107,9 +107,9 @@ class WeightPublisher:
     failures: tuple[type[Exception], ...]
     check: Callable[[], None] | None = None  # called only once, after the first publication
     groups_made: int = field(default=0, init=False)
-    group: WeightGroup | None = field(default=None, init=False)  # None: no group, or it failed
-    connected: Sequence[EngineProcess] = field(default=(), init=False)  # in the current group
-    # Held while publishing, and while launching a weight update.
+    group: WeightGroup | None = field(default=None, init=False)  # None without a working group
+    connected: Sequence[EngineProcess] = field(default=(), init=False)  # current group's engines
+    # Lock that is held while publishing weights and while launching an update.
     sending: threading.RLock = field(default_factory=threading.RLock, init=False)
 
     def publish(self, version: int) -> None:
@@ -127,7 +127,7 @@ class WeightPublisher:
                 self.check = None
 
     def refit(self, engine: EngineProcess) -> None:
-        """Send the current weights to a newly started engine, and mark it as up."""
+        """Send the current weights to a newly started engine, and mark the engine as up."""
         with self.sending:
             self._publish([engine])
             engine.up = True
@@ -140,7 +140,7 @@ class WeightPublisher:
                 engines.find_lost()
                 if engines.up == receivers:
                     # No engine was lost. If a sender was lost, this call raises an error that names
-                    # it.
+                    # the sender.
                     self._gather(self.policy.broadcast(PolicyCalls.weight_address), "answer")
                     raise
         engines.check()
@@ -181,9 +181,7 @@ class WeightPublisher:
         [(host, port)] = self._gather(asked, "report its address for sending weights")
         self.groups_made += 1
         senders = [0]
-        if (
-            self.transport == "ipc"
-        ):  # IPC reaches only a rank's own GPU, so each rank with a worker sends
+        if self.transport == "ipc":  # IPC works only within a GPU, so each rank with a worker sends
             senders = []
             for engine in receivers:
                 first = engine.index * workers
@@ -210,7 +208,7 @@ class WeightPublisher:
         self.connected = receivers
 
     def _with_reports(self, error: PublicationError, receiving: Sequence[Any]) -> PublicationError:
-        """Add the engines' errors, because the sender may fail before an engine that could not
+        """Add the engines' errors, because the sender may fail before an engine reports a failed
         load.
         """
         reports = [str(error)]

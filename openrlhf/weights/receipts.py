@@ -1,4 +1,4 @@
-"""Engine workers' receipts, and their comparison with what was sent."""
+"""Engine workers' receipts, and the comparison of receipts with the sent weights."""
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass

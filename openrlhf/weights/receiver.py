@@ -1,4 +1,4 @@
-"""The receiver: the engine's half of a publication, in each of its workers.
+"""The receiver, which is the engine's half of a publication in each of its workers.
 
 The receiver does not depend on vLLM, because the loader is an argument. This module must never
 import DeepSpeed.
@@ -17,7 +17,7 @@ from openrlhf.weights.transport import Channel, Membership
 
 
 class Delivery:
-    """A publication's tensors as they arrive, counted as the model's loader reads them."""
+    """A publication's tensors as they arrive, counted when the model's loader reads them."""
 
     def __init__(self, manifest: WeightManifest, channel: Channel, device: torch.device) -> None:
         self.manifest = manifest
@@ -35,7 +35,7 @@ class Delivery:
             yield name, tensor
 
     def finish(self) -> None:
-        """Receive the tensors that the loader did not read, and then the sender's hashes."""
+        """Receive the tensors not read by the loader, and then the sender's hashes."""
         for _ in self._stream:
             pass
         sent = torch.empty(8 * len(self.hashes), dtype=torch.uint8, device=self.channel.device)
@@ -44,8 +44,8 @@ class Delivery:
 
     def _receive(self) -> Iterator[NamedTensor]:
         for bucket in self.manifest.buckets():
-            # Each bucket gets a new buffer, because vLLM keeps views of it until a layer's last
-            # tensor has arrived.
+            # Each bucket gets a new buffer.
+            # vLLM keeps views of a buffer until a layer's last tensor has arrived.
             nbytes = bucket_nbytes(bucket)
             buffer = torch.empty(nbytes, dtype=torch.uint8, device=self.channel.device)
             self.channel.receive(buffer)
@@ -71,8 +71,9 @@ class WeightReceiver(Membership):
     ) -> WorkerReceipt:
         """Let `load` read the tensors on `device`, and return the receipt.
 
-        `load` reads `Delivery.tensors` and then calls `Delivery.finish`. If it raises an error, the
-        receiver leaves the group, so that the sender does not wait for its deadline.
+        `load` reads `Delivery.tensors` and then calls `Delivery.finish`. If `load` raises an error,
+        the receiver leaves the group, so that the sender fails immediately instead of at its
+        deadline.
         """
         with self.publishing() as channel:
             delivery = Delivery(manifest, channel, device)

@@ -1,4 +1,4 @@
-"""The sender: the trainer's half of a publication."""
+"""The sender, which is the trainer's half of a publication."""
 
 from collections.abc import Iterable, Iterator
 from itertools import islice
@@ -17,7 +17,7 @@ class WeightSender(Membership):
         """Send `tensors` (name, full tensor), read one at a time, in the manifest's order.
 
         Raises PublicationError if a member is lost, and ValueError if the tensors differ from the
-        manifest. In both cases the sender leaves the group, so that the engines fail immediately.
+        manifest. In either case, the sender leaves the group, so that the engines fail immediately.
         The engines stay paused until a new group sends everything again.
         """
         with self.publishing() as channel:

@@ -1,4 +1,4 @@
-"""Transports, which move bytes from senders to engine workers.
+"""Transports that move bytes from senders to engine workers.
 
 A channel's calls block until the bytes have been transferred, or raise PublicationError. Each
 `send` by a sender is matched by a `receive` by its receivers, with a buffer of the same size.
@@ -30,9 +30,9 @@ from openrlhf.weights.manifest import PublicationError
 
 Transport = Literal["gloo", "nccl", "ipc"]
 
-ABANDONED = "abandoned"  # key in a group's store: a member was lost, so stop waiting
-ABANDONED_CHECK_S = 1.0  # seconds between checks of this key
-ABANDON_TIMEOUT_S = 5  # seconds to wait for a connection to the store when this key is set
+ABANDONED = "abandoned"  # key in a group's store that means a member was lost
+ABANDONED_CHECK_S = 1.0  # seconds between checks for the key
+ABANDON_TIMEOUT_S = 5  # connection timeout when setting the key, in seconds
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -85,7 +85,7 @@ class BroadcastChannel:
         """Leave the group."""
         if self.on_gpu:
             self.backend.abort()
-        # Gloo closes its sockets when the last reference is gone, which the other members detect.
+        # Gloo closes its sockets when the last reference is gone; the other members detect this.
         self.backend = None
 
 
@@ -93,8 +93,8 @@ def _nccl_backend(store: Store, group: WeightGroup, rank: int) -> Any:
     """Return an NCCL group without a watchdog.
 
     An NCCL group's watchdog kills the entire process if a member is lost. A group created with
-    TORCH_NCCL_BLOCKING_WAIT has no watchdog: `wait` raises an error instead, including after the
-    timeout. The process's other groups keep their watchdog, because blocking waits are slow.
+    TORCH_NCCL_BLOCKING_WAIT has no watchdog: Its `wait` raises an error instead, including after
+    the timeout. The process's other groups keep their watchdog, because blocking waits are slow.
     """
     options = dist.ProcessGroupNCCL.Options()
     options._timeout = timedelta(seconds=group.timeout_s)
@@ -107,7 +107,7 @@ def _nccl_backend(store: Store, group: WeightGroup, rank: int) -> Any:
 
 
 class IpcChannel:
-    """Shares a sender's memory with the worker on the same GPU, which copies it and confirms."""
+    """Shares a sender's memory with the worker on the same GPU, and waits for the worker's copy."""
 
     def __init__(self, store: Store, group: WeightGroup) -> None:
         self.group = group
@@ -121,7 +121,7 @@ class IpcChannel:
         torch.cuda.synchronize(self.device)
         key = self._next_key()
         self.store.set(key, pickle.dumps(reduce_tensor(buffer)))
-        self._wait(f"{key}/copied")  # from now on the caller may reuse or free the buffer
+        self._wait(f"{key}/copied")  # the caller may now reuse or free the buffer
         self.store.delete_key(key)
         self.store.delete_key(f"{key}/copied")
 
@@ -181,7 +181,7 @@ def abandon(group: WeightGroup) -> None:
         tcp = join_store(group.host, group.port, timeout=timeout)
         PrefixStore(group.name, tcp).set(ABANDONED, "")
     except RuntimeError:
-        pass  # rank 0, which hosts the store, is gone, so the members' waits have already failed
+        pass  # rank 0 and its store are gone, so the members' waits have already failed
 
 
 def _wait_for(store: Store, keys: list[str], group: WeightGroup) -> None:
@@ -233,7 +233,7 @@ def join_group(group: WeightGroup, rank: int) -> Channel:
 class Membership:
     """A process's membership in weight groups, one group at a time."""
 
-    channel: Channel | None = None  # None: not in a group
+    channel: Channel | None = None  # None if the process is not in a group
     rank: int
 
     def join(self, group: WeightGroup, rank: int = 0) -> None:
@@ -246,7 +246,7 @@ class Membership:
         self.rank = rank
 
     def leave(self) -> None:
-        """Close any open channel. The other members notice that it is closed."""
+        """Close any open channel. The other members detect that the channel is closed."""
         if self.channel is not None:
             self.channel.close()
             self.channel = None

@@ -1,1 +1,4 @@
-"""Worker roles as plain classes. Each takes a `Strategy` and settings, and works without Ray."""
+"""Worker roles as plain classes.
+
+Each class takes a `Strategy` and settings, and works without Ray.
+"""

@@ -1,4 +1,4 @@
-"""The base of all worker roles: micro-batches, forward passes without gradient, and training."""
+"""Base classes for worker roles: micro-batches, forward passes without gradient, and training."""
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping
@@ -29,7 +29,7 @@ from openrlhf.training.gathered import exported_bytes, exported_parameters
 from openrlhf.training.strategy import Strategy
 
 Rows = TypeVar("Rows", bound=Ragged)
-# Weight bucket size by device type. An inference engine leaves little of its GPU memory free.
+# Weight bucket size by device type. An inference engine leaves little GPU memory free.
 BUCKET_BYTES = {"cpu": 64 << 20, "cuda": 256 << 20}
 
 
@@ -40,14 +40,14 @@ class MicroBatchLimits:
     If `max_tokens` is set, `size` is ignored. A padded row costs as much as the longest row of its
     micro-batch, so padded rows are grouped by length, and the longest rows come first. If the limit
     is a number of rows, packed rows keep their order, because a packed micro-batch of only long
-    rows would need more memory than a mixed one. If the limit is a number of tokens, packed
+    rows would need more memory than a mixed micro-batch. If the limit is a number of tokens, packed
     micro-batches have similar costs.
     """
 
     size: int
     max_tokens: int | None = None
     packed: bool = False
-    attention_length: int | None = None  # see `models.cost`; None: cost = number of tokens
+    attention_length: int | None = None  # see `models.cost`; None if cost is the number of tokens
 
     @classmethod
     def of_forwards(cls, rollout: RolloutConfig, ds: LoadingConfig) -> Self:
@@ -59,7 +59,7 @@ class MicroBatchLimits:
         )
 
     def for_model(self, config: PretrainedConfig) -> Self:
-        """Return the same limits, balanced by the attention cost of this model."""
+        """Return the same limits, but balanced by this model's attention cost."""
         return replace(self, attention_length=attention_length(config))
 
     @classmethod
@@ -114,7 +114,7 @@ def column_of(
     """Run `forward` on all micro-batches, and return its values for all tokens as a column (N,).
 
     Under ZeRO 3, forward passes are collective. A rank that cannot fill as many micro-batches as
-    the other ranks repeats its last one.
+    the other ranks repeats its last micro-batch.
     """
     micro_batches = limits.cut(batch.lengths)
     rounds = len(micro_batches)
@@ -157,7 +157,7 @@ class RoleSettings:
 class Update:
     """One rank's rows for an update.
 
-    `steps` has one list for each optimizer step: the rows that the step trains on.
+    `steps` contains a list for each optimizer step, with the rows that the step trains on.
     """
 
     experience: Experience
@@ -168,7 +168,7 @@ Job = TypeVar("Job", bound=Update)
 
 
 class TrainedWorker(ABC, Generic[Job]):
-    """A model with an optimizer. Each subclass is a role that defines its own counts and loss.
+    """A model with an optimizer. Each subclass is a role with its own counts and loss.
 
     `name` is the role's name in the logs.
     """
@@ -252,11 +252,11 @@ class TrainedWorker(ABC, Generic[Job]):
         return batch.split(self.micro_batches(batch.lengths))
 
     def micro_batches(self, lengths: Tensor) -> list[list[int]]:
-        """Return the rows of each micro-batch of an optimizer step. Collective with a token budget.
+        """Return the rows of each micro-batch of an optimizer step.
 
-        With a token budget, all ranks that have enough rows get the same number of micro-batches. A
-        rank with fewer micro-batches would have to repeat its last one, because backward passes are
-        collective under ZeRO 2 and 3.
+        With a token budget, all ranks must call this method, and all ranks that have enough rows
+        get the same number of micro-batches. A rank with fewer micro-batches would have to repeat
+        its last micro-batch, because backward passes are collective under ZeRO 2 and 3.
         """
         limits = self.train_limits
         rows = limits.cut(lengths)
@@ -287,11 +287,11 @@ class TrainedWorker(ABC, Generic[Job]):
         self.engine.save(directory, tag)
 
     def load_checkpoint(self, directory: str, tag: str) -> None:
-        """Restore the state that `save_checkpoint` wrote. Collective."""
+        """Restore the state written by `save_checkpoint`. Collective."""
         self.engine.load(directory, tag)
 
     def export(self, tokenizer: PreTrainedTokenizerBase, path: str, final: bool = True) -> None:
-        """Write the model, or only its adapters if it has any. Collective.
+        """Write the model, or only the adapters if the model has any. Collective.
 
         If the run keeps an exponential moving average of the weights, the average is written.
         `final` marks the run's last export.
@@ -318,8 +318,8 @@ def export_trained(
 ) -> None:
     """Write an engine's model, and compare the written files with the model. Collective.
 
-    The engine must be awake and hold the weights to export. Raises ExportError if a file cannot be
-    written, or if the files of a `final` export do not match the trained model.
+    The training engine must be awake and hold the weights to export. Raises ExportError if a file
+    cannot be written, or if the files of a `final` export do not match the trained model.
     """
     strategy = engine.strategy
     logits: Tensor | None = None

@@ -1,4 +1,4 @@
-"""The critic: state values, and their regression to the returns."""
+"""The critic, which predicts state values and is trained by regression on the returns."""
 
 from collections.abc import Mapping
 
@@ -19,7 +19,7 @@ class CriticWorker(TrainedWorker[Update]):
     """The trained critic V."""
 
     name = "critic"
-    reads = ("values", "returns")  # the columns that an update reads
+    reads = ("values", "returns")  # batch columns needed by an update
 
     def __init__(self, strategy: Strategy, settings: RoleSettings) -> None:
         config = settings.config
@@ -56,7 +56,7 @@ class CriticWorker(TrainedWorker[Update]):
     def loss(
         self, micro: Experience, totals: Mapping[str, float], job: Update
     ) -> tuple[Tensor, Metrics]:
-        """Compute ½ (V − Ĝ)² + a·balance: a micro-batch's part of the window's loss.
+        """Compute ½ (V − Ĝ)² + a·balance, a micro-batch's part of the window's loss.
 
         The squared error is clipped around the rollout's values. The loss is the mean over the
         window's action tokens.

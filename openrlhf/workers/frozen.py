@@ -53,7 +53,8 @@ class RewardModelSettings:
 
 
 class RewardWorker:
-    """Trained reward models. Each scores a finished episode with its output at the last token.
+    """Trained reward models. Each model scores a finished episode with its output at the last
+    token.
 
     A process reward model scores each step of an episode.
     """
@@ -85,7 +86,7 @@ class RewardWorker:
     def step_rewards(self, answers: TokenRows) -> Tensor:
         """Return the process reward model's step rewards for this rank's rows, (N,).
 
-        `StepScorer.rewards` defines the step rewards.
+        The step rewards are defined in `StepScorer.rewards`.
         """
         assert self.step_scorer
         column = column_of(answers, self.step_scorer.rewards, self.settings.limits, self.strategy)

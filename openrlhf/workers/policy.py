@@ -55,7 +55,7 @@ def clip_of(actor: ActorConfig) -> Clip:
 
 
 def correction_of(advantage: AdvantageConfig) -> Correction | None:
-    """Return the correction for the train/rollout mismatch, or None if it is off."""
+    """Return the correction for the train/rollout mismatch, or None if no correction is enabled."""
     if not advantage.corrects:
         return None
     low, high = advantage.is_correction_threshold
@@ -72,7 +72,7 @@ def correction_of(advantage: AdvantageConfig) -> Correction | None:
 class PolicyUpdate(Update):
     """An update of the policy."""
 
-    kl_coef: float  # the current β of the KL term in the loss
+    kl_coef: float  # current coefficient β of the KL term in the loss
     version: int  # weight version after the update
     pretraining: Sequence[TokenRows] = ()  # PPO-ptx: this rank's text rows for each optimizer step
 
@@ -81,7 +81,7 @@ class PolicyWorker(TrainedWorker[PolicyUpdate]):
     """The trained policy π_θ."""
 
     name = "actor"
-    # The columns that an update reads.
+    # Batch columns needed by an update.
     reads = ("advantages", "old_logprobs", "ref_logprobs", "rollout_logprobs")
 
     def __init__(self, strategy: Strategy, settings: RoleSettings) -> None:
@@ -94,7 +94,7 @@ class PolicyWorker(TrainedWorker[PolicyUpdate]):
         self.correction = correction_of(self.algo.advantage)
         # The constant L of --algo.loss.aggregation constant.
         self.max_response_tokens = config.rollout.max_new_tokens or config.data.max_len
-        # The adapter that publications send instead of merged weights.
+        # The adapter to publish instead of merged weights.
         self.served_adapter: LoraConfig | None = None
         if config.ds.lora.served_rank:
             self.served_adapter = load.lora
@@ -150,8 +150,8 @@ class PolicyWorker(TrainedWorker[PolicyUpdate]):
     def counts(self, micro: Experience | TokenRows) -> Mapping[str, float]:
         """Return a micro-batch's parts of the loss denominators.
 
-        `policy` divides the aggregated policy loss, `tokens` divides sums over action tokens, and
-        `pretraining` divides sums over pretraining tokens.
+        The denominator of the aggregated policy loss is `policy`, of sums over action tokens
+        `tokens`, and of sums over pretraining tokens `pretraining`.
         """
         if isinstance(micro, TokenRows):
             return {"policy": 0.0, "tokens": 0.0, "pretraining": float(micro.loss_mask.sum())}
@@ -161,9 +161,9 @@ class PolicyWorker(TrainedWorker[PolicyUpdate]):
     def loss(
         self, micro: Experience | TokenRows, totals: Mapping[str, float], job: PolicyUpdate
     ) -> tuple[Tensor, Metrics]:
-        """Compute policy + β·KL − c·entropy + a·balance: a micro-batch's part of the window's loss.
+        """Compute policy + β·KL − c·entropy + a·balance, a micro-batch's part of the window's loss.
 
-        Returns this part and the micro-batch's metrics.
+        Returns this part of the loss and the micro-batch's metrics.
         """
         if isinstance(micro, TokenRows):
             return self._pretraining_loss(micro, totals)
@@ -217,8 +217,8 @@ class PolicyWorker(TrainedWorker[PolicyUpdate]):
     ) -> tuple[Tensor, Metrics]:
         """Compute the surrogate loss of the sampled tokens and its metrics.
 
-        A correction weights each token. For losses with a sequence ratio, it instead changes the
-        ratio from π_θ / π_old to π_θ / π_rollout.
+        A correction weights each token. For losses with a sequence ratio, the correction instead
+        changes the ratio from π_θ / π_old to π_θ / π_rollout.
         """
         layout = micro.layout
         assert micro.advantages is not None and micro.rollout_logprobs is not None
@@ -278,8 +278,8 @@ class PolicyWorker(TrainedWorker[PolicyUpdate]):
     def weight_manifest(self, version: int | None = None) -> WeightManifest:
         """Return the manifest for publishing the current weights, or the served adapter.
 
-        Tensors are named as in the model's files, and tied weights appear once. `version` sets the
-        weight version; without it, the version does not change.
+        Tensors are named as in the model's files, and tied weights appear once. The weight version
+        is set to `version`, unless `version` is None.
         """
         if version is not None:
             self.version = version
@@ -316,7 +316,10 @@ class PolicyWorker(TrainedWorker[PolicyUpdate]):
             self.sender.join(group, group.senders.index(self.strategy.rank))
 
     def send_weights(self, manifest: WeightManifest) -> None:
-        """Send the weights to the engines. Collective: every rank helps to gather the weights."""
+        """Send the weights to the engines.
+
+        Every rank must call this method, to help gather the weights.
+        """
         encoder = self._encoder()
         stream = chain.from_iterable(encoder.gathered(manifest.bucket_bytes))
         if self.sender.channel:
@@ -333,7 +336,7 @@ def blanks_of(tensors: Iterable[WholeTensor]) -> Iterator[NamedTensor]:
 
 @torch.no_grad()
 def mismatch_metrics(old: Tensor, rollout: Tensor, mask: Tensor) -> Metrics:
-    """Measure how far the engine and the trainer disagree about the sampled tokens.
+    """Measure the difference between the engine's and the trainer's log-probabilities.
 
     The metrics are computed from Δ = log π_rollout − log π_old and ω = exp(−Δ). Returns the metrics
     by their logged names.
@@ -356,7 +359,7 @@ def mismatch_metrics(old: Tensor, rollout: Tensor, mask: Tensor) -> Metrics:
 
 
 def kl_metrics(kl: Tensor, difference: Tensor, mask: Tensor) -> Metrics:
-    """Return, by logged name, the metrics for the distance to the reference policy.
+    """Return the metrics for the distance to the reference policy by logged name.
 
     `difference` is log π − log π_ref.
     """

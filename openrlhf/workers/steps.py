@@ -1,4 +1,4 @@
-"""Rewards from a process reward model, which judges a response after each of its steps."""
+"""Rewards from a process reward model, which scores a response after each step."""
 
 from collections.abc import Callable, Sequence
 from functools import cache, partial
@@ -89,12 +89,12 @@ class StepCutter:
     def ends(self, tokens: Sequence[int], sampled: Sequence[bool]) -> list[int]:
         """Return the index of each step's last token.
 
-        A response without text has one step, which ends with its last sampled token, or with its
-        last token if none is sampled.
+        A response without text has one step, which ends with the response's last sampled token or,
+        if no token was sampled, with its last token.
         """
         ends: list[int] = []
         step = ""
-        last: int | None = None  # last token of the current step that has text
+        last: int | None = None  # last token with text in the current step
         for place, token in enumerate(tokens):
             if not sampled[place]:
                 continue
@@ -116,7 +116,7 @@ class StepCutter:
         """Return a mask, and the tokens up to the last step with a placeholder after each step.
 
         The mask is True at the placeholders. A step that already ends with a placeholder does not
-        get a second one.
+        get a second placeholder.
         """
         text: list[int] = []
         judged: list[bool] = []
