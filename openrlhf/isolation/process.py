@@ -330,8 +330,7 @@ class UserProcess:
             # A process forked here may hold the pipe open, so closing it may not be enough.
             self.process.terminate()
             loop = asyncio.get_running_loop()
-            # User code may have stopped the process (SIGSTOP), so kill the process and the user
-            # code.
+            # Kill the process with its user code, which may have stopped it (SIGSTOP).
             loop.call_later(END_S, self.process.kill)
             loop.call_later(END_S, self._writer.transport.abort)
 

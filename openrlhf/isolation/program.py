@@ -1,11 +1,11 @@
 """The program that runs in a user process: it loads the user's functions and runs calls.
 
-The pool starts it with the arguments SOCKET MEMORY_BYTES UID. User code runs in a child process, so
-that the parent can kill all processes that user code leaves behind, even if the run was killed. The
-program imports only the standard library; torch is imported only if the user's file imports it.
-Output that user code prints goes to stdout and stderr and is never parsed. Messages go through the
-socket. Messages to the program are pickled. Messages from the program are marshalled: marshal
-carries only built-in data, so objects created by user code are never unpickled outside this
+The pool starts this program with the arguments SOCKET MEMORY_BYTES UID. User code runs in a child
+process, so that the parent can kill all processes that user code leaves behind, even if the run was
+killed. The program imports only the standard library; torch is imported only if the user's file
+imports it. Output that user code prints goes to stdout and stderr and is never parsed. Messages go
+through the socket. Messages to the program are pickled. Messages from the program are marshalled:
+marshal carries only built-in data, so objects created by user code are never unpickled outside this
 process.
 
     in   call     a function and its arguments     out  done   the result of a call, or its error
@@ -181,7 +181,8 @@ def failure_of(error: BaseException, otherwise: Failure) -> Failure:
 def traceback_of(error: BaseException) -> str:
     """Return the traceback of an error, starting at the first frame of user code.
 
-    Exceptions chained to one of our own errors are omitted because its message is complete.
+    Exceptions chained to one of our own errors are omitted, because the error's message is
+    complete.
     """
     frames = error.__traceback__
     while frames is not None and frames.tb_frame.f_code.co_filename.startswith(OURS):

@@ -69,8 +69,8 @@ class Checked(NamedTuple):
     mask: int = 0xFFFF_FFFF
 
 
-# O_RDONLY, O_WRONLY, O_RDWR, O_WRONLY | O_TRUNC, O_RDWR | O_TRUNC. O_RDONLY | O_TRUNC is excluded
-# because Landlock does not prevent it before version 3.
+# O_RDONLY, O_WRONLY, O_RDWR, O_WRONLY | O_TRUNC, O_RDWR | O_TRUNC.
+# Landlock does not prevent O_RDONLY | O_TRUNC before version 3, so it is excluded.
 OPEN_VALUES = (0o0, 0o1, 0o2, 0o1001, 0o1002)
 OPEN_MASK = 0o1003
 CHECKED = (

@@ -304,7 +304,10 @@ class Pipeline:
     def execute_stage(
         self, stage: Stage, record: Record, lock: int | None, *, resumes: bool
     ) -> None:
-        """Run a stage's process. Raises SystemExit with its exit status if it fails."""
+        """Run a stage's process.
+
+        Raises SystemExit with the process's exit status if the process fails.
+        """
         folder = self.folder / stage.name
         folder.mkdir(exist_ok=True)
         file = self.folder / f"{stage.name}.json"

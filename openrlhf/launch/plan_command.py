@@ -60,8 +60,8 @@ def planned_config(command: str, words: Sequence[str], cluster: Cluster) -> Any:
     machine.cluster_gpus = 0
     if cluster.on_gpus:
         machine.cluster_gpus = cluster.devices
-    # The rules of offline commands depend on WORLD_SIZE. A CPU machine can run any number of
-    # processes.
+    # The rules of offline commands depend on WORLD_SIZE.
+    # A CPU machine can run any number of processes.
     os.environ.pop("WORLD_SIZE", None)
     if cluster.on_gpus:
         os.environ["WORLD_SIZE"] = str(cluster.devices)

@@ -20,7 +20,10 @@ if TYPE_CHECKING:  # the import takes seconds, because it includes trainers and 
 
 
 class Processes:
-    """The processes of a run. After `start`, they import their libraries in the background."""
+    """The processes of a run.
+
+    After `start`, the processes import their libraries in the background.
+    """
 
     def __init__(self, plan: Placement, ds: DeepSpeedConfig) -> None:
         self.plan = plan

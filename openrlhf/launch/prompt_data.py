@@ -295,7 +295,7 @@ def ends_of_generation(
 ) -> set[str]:
     """Return the strings at which the engine stops generating.
 
-    These strings come from the tokenizer, the model's generation_config.json and the flags.
+    The stop strings come from the tokenizer, the model's generation_config.json and the flags.
     """
     ids = [*end_ids(policy), *config.rollout.stop_token_ids]
     tokens = tokenizer.convert_ids_to_tokens(ids)

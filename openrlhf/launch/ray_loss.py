@@ -77,7 +77,10 @@ class RayLoss:
         os._exit(termination.asked() or ERROR_STATUS)
 
     def _close(self) -> None:
-        """Call the registered functions. Stop waiting for them after CLOSE_TIMEOUT_S in total."""
+        """Call the registered functions.
+
+        Stop waiting for the functions after CLOSE_TIMEOUT_S in total.
+        """
 
         def close_all() -> None:
             for close in reversed(self._closings):

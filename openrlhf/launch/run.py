@@ -50,7 +50,7 @@ from openrlhf.workers.policy import PolicyWorker
 class Run:
     """A running RL command: its models, user-code processes and trainer.
 
-    All of these are closed when the `started` block exits.
+    All parts of the command are closed when the `started` block exits.
     """
 
     config: PPOConfig
@@ -83,8 +83,8 @@ class Run:
         with ExitStack() as self.ends:
             self.ends.callback(self.recorder.close)
             self.ends.callback(self.loop.close)
-            # Close the loop and processes before writing the report: other jobs may be waiting for
-            # the devices.
+            # Close the loop and processes before writing the report.
+            # Other jobs may be waiting for the devices.
             self.ends.callback(self.processes.close)
             if not self.replay:
                 reward = reward_of(self.config.reward, log_dir=Path(self.log_dir))
@@ -105,7 +105,7 @@ class Run:
                 yield trainer
 
     def _start_engines(self, fleet: Fleet) -> None:
-        """Start the engines, and wait for those that share devices with the models."""
+        """Start the engines, and wait for the engines that share devices with the models."""
         config = self.config
         policy = config.actor.model_name_or_path
         engine = settings.engine_settings(config, policy, self.kind, self.data.tokenizer)
@@ -230,9 +230,9 @@ class Run:
     def _make_generator(self) -> Generator:
         """Return the episode generator.
 
-        The generator combines the engines, the agents and the reward. With --rollout.dump_dir, it
-        also writes the episodes to disk. With --rollout.replay_dir, it reads episodes from disk
-        instead.
+        The generator combines the engines, the agents and the reward. With --rollout.dump_dir, the
+        generator also writes the episodes to disk. With --rollout.replay_dir, the generator reads
+        episodes from disk instead.
         """
         config = self.config
         if self.replay:
@@ -314,7 +314,7 @@ class Run:
 def rewards_come_early(config: PPOConfig) -> bool:
     """Return whether a prompt is scored as soon as its samples have finished.
 
-    Dynamic filtering needs these rewards early. In an asynchronous run, scoring overlaps with
+    Dynamic filtering needs the rewards early. In an asynchronous run, scoring overlaps with
     training.
     """
     return config.train.async_enable or config.algo.dynamic_filtering_enable

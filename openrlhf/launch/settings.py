@@ -106,7 +106,7 @@ def attention_length_of(worker: RoleSettings | RewardModelSettings) -> int | Non
     """Return the length in tokens at which attention costs as much as the rest of a role's model.
 
     Returns None if costs are linear in the length. If there are several reward models, the first
-    one is used.
+    reward model is used.
     """
     if isinstance(worker, RoleSettings):
         load = worker.load

@@ -52,8 +52,7 @@ def run_ppo(config: PPOConfig) -> None:
         plan.check(expected_machines(plan.on_gpus, config.placement.cluster))
     loss = RayLoss(lambda: how_to_continue(config), restarts.begin_restart)
     with ThreadPoolExecutor(1) as thread:
-        # These lines are ordered so that the processes start while the preparation code is
-        # imported.
+        # This order lets the processes start while the preparation code is imported.
         importing_processes = thread.submit(import_processes)
         importing_prepare = thread.submit(import_preparation)
         with nullcontext() if config.dry_run else ray_cluster(plan, loss):
@@ -111,9 +110,9 @@ def import_preparation() -> Prepare:
 class Restarts:
     """Restart count of a run (--train.max_restarts), including restarts of replaced processes.
 
-    `config.given` contains --ckpt.load_enable only if the user passed it. Without this flag, a
-    restarted run resumes only its own checkpoints, not those of another run that shares
-    --ckpt.path.
+    `config.given` contains --ckpt.load_enable only if the user passed it. Without
+    --ckpt.load_enable, a restarted run resumes only its own checkpoints, not those of another run
+    that shares --ckpt.path.
     """
 
     def __init__(self, config: PPOConfig) -> None:

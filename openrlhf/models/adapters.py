@@ -74,8 +74,8 @@ def stored_name(name: str) -> str:
 def _targets(model: PreTrainedModel, wanted: tuple[str, ...], path: str) -> list[str]:
     """Return the names of the layers to adapt.
 
-    `all-linear` selects every linear layer of the decoder. The output layer is adapted only if it
-    is listed and not tied to the embeddings.
+    `all-linear` selects every linear layer of the decoder. The output layer is adapted only if the
+    layer is listed and not tied to the embeddings.
     """
     all_linear = wanted == ("all-linear",)
     adaptable = set(model.get_decoder().modules())

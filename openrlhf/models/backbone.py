@@ -25,8 +25,8 @@ ATTENTION_TYPES = {"full_attention", "sliding_attention"}
 class Outputs(NamedTuple):
     """One value or vector per position, plus the load-balancing loss of a mixture of experts.
 
-    The loss is None if it is not computed. The class is a tuple because ZeRO 3 hooks only inspect
-    tuples.
+    The loss is None if the loss was not requested. The class is a tuple because ZeRO 3 hooks only
+    inspect tuples.
     """
 
     values: Float[Tensor, "K ..."]

@@ -3,8 +3,8 @@
 In a decoder with N weights, L layers and d channels per layer (over all heads), a token in a
 sequence of n tokens takes 2·N operations for products with weights and 2·L·d·n for causal attention
 (Kaplan et al. 2020, table 1, arXiv:2001.08361). A sequence therefore costs 2·n·(N + L·d·n), which
-is proportional to n·(A + n) with A = N / (L·d). Both terms are twice as large in the backward pass,
-and gradient checkpointing adds another forward pass.
+is proportional to n·(A + n) with A = N / (L·d). The costs of weights and attention are twice as
+large in the backward pass, and gradient checkpointing adds another forward pass.
 """
 
 from typing import Any

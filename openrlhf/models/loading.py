@@ -31,8 +31,7 @@ from openrlhf.models.checkpointing import checkpoint_layers
 from openrlhf.models.weights import ModelError, StoredWeights, odd_experts, require_finite
 from openrlhf.reporting import notice
 
-# Configuration keys for logit transformations, which some architectures apply after the output
-# layer.
+# Configuration keys for logit transformations that some architectures apply.
 LOGIT_TRANSFORMS = (
     "final_logit_softcapping",
     "logits_soft_cap",
@@ -239,7 +238,7 @@ def check_is_causal(spec: LoadSpec) -> None:
 def step_tokens(spec: LoadSpec) -> tuple[str, list[str]]:
     """Return a process reward model's placeholder, and its tokens for correct and incorrect steps.
 
-    Raises ModelError if its config.json does not name them.
+    Raises ModelError if the model's config.json does not name these tokens.
     """
     check_is_causal(spec)
     stored = getattr(configuration(spec), STEP_TOKENS, None) or {}

@@ -75,8 +75,8 @@ class PolicyModel(HeadedModel):
 class LogitSource(NamedTuple):
     """Hidden states and the output layer that turns them into logits.
 
-    Together, they take much less memory than the logits. The class is a tuple because ZeRO 3 hooks
-    only look into tuples.
+    The states and the layer take much less memory than the logits. The class is a tuple because
+    ZeRO 3 hooks only look into tuples.
     """
 
     states: Float[Tensor, "K H"]

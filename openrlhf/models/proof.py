@@ -24,10 +24,11 @@ LENGTHS = (11, 17)  # lengths of the two short sequences, in tokens
 # The two long sequences exceed the reach of the model's attention by this number of tokens.
 TOKENS_BEYOND_REACH = (16, 32)
 ASSUMED_MAX_LEN = 4096  # tokens; used if the run's maximum sequence length is unknown
-# Configuration keys for the size of a token block, for the number of tokens or blocks kept by
-# attention, and keys with similar names but a different meaning.
+# Configuration keys for the size of a token block.
 BLOCK_ENTRIES = re.compile("block|chunk|compress_rate")
+# Configuration keys for the number of tokens or blocks kept by attention.
 KEPT_ENTRIES = re.compile("window|topk|top_k")
+# Configuration keys with similar names but a different meaning.
 OTHER_ENTRIES = re.compile(
     "expert|group|layer|moe|mlp|prob|pattern|method|num_|stage|step|mamba|rope|patch|conv"
 )
@@ -149,8 +150,8 @@ def _cases(model: CheckedModel, device: torch.device) -> list[_Case]:
     if reach:
         lengths = tuple(min(reach + more, max_len) for more in TOKENS_BEYOND_REACH)
         tokens = _ordinary_tokens(model, sum(lengths)).to(device)
-        # A packed sequence might attend to the preceding sequence, and a padded sequence to its
-        # padding.
+        # A packed sequence might attend to the preceding sequence.
+        # A padded sequence might attend to its padding.
         cases.append(_Case(tokens, lengths, int(model.packing)))
     return cases
 
@@ -182,8 +183,8 @@ def _find_fault(model: CheckedModel, case: _Case) -> str | None:
         with torch.no_grad():
             numbers, expected = score_in_layout()[beyond_reach], score_alone()[beyond_reach]
         return _describe(find_gap(expected, numbers, model.hf.dtype))
-    # Each sequence gets a forward pass of its own, because ZeRO 3 supports only one backward pass
-    # per forward pass.
+    # Each sequence gets a forward pass of its own.
+    # ZeRO 3 supports only one backward pass per forward pass.
     expected, expected_gradient = _differentiate(model.hf, score_alone)
     numbers, gradient = _differentiate(model.hf, score_in_layout)
     gradient = gradient.flatten(0, 1)
@@ -234,7 +235,7 @@ def _differentiate(hf: PreTrainedModel, forward: Callable[[], Tensor]) -> tuple[
 
 
 def _joined(gradient: Tensor, row: RingRow) -> Tensor:
-    """Assemble a row's gradient from its parts; all ranks of the ring must call this."""
+    """Assemble a row's gradient from its parts; all ranks of the ring must call this function."""
     padded = gradient.new_zeros(row.num_tokens + row.padding, gradient.shape[-1])
     padded[row.places(gradient.device)] = gradient
     return row.ring.sum(padded)[: row.num_tokens]

@@ -102,7 +102,7 @@ def load_scalar(
     `value_head_prefix`. Only this function can load an export whose head is not named "score".
     `reinit_head` replaces a stored head with a new one. `require_head` rejects a folder without a
     head, whose rewards would be random. A new head is drawn from N(0, σ²) with σ = 1 / (hidden size
-    + 1). This draw depends only on `seed`, so all ranks get the same head. A new head resets the
+    + 1). A new head depends only on `seed`, so all ranks get the same head. A new head resets the
     stored mean and standard deviation. Raises ModelError if the model cannot be loaded.
     """
     config, declared = _configuration(spec, head_prefix)

@@ -48,7 +48,7 @@ class SharedPrefixes:
         flat = tokens.cpu().numpy()
         places = np.arange(len(tokens))
         sequences = [slice(start, stop) for start, stop in pairwise(offsets.tolist())]
-        # Sorting puts each sequence next to the one with which it shares the longest prefix.
+        # Sorting puts each sequence next to the sequence with which it shares the longest prefix.
         sequences.sort(key=lambda sequence: flat[sequence].tobytes())
         for previous, sequence in pairwise(sequences):
             shorter = min(previous.stop - previous.start, sequence.stop - sequence.start)
@@ -67,8 +67,8 @@ def sharing(attend: Callable[..., tuple[Tensor, Any]]) -> Callable[..., tuple[Te
     """Return a Transformers attention function that also accepts rows with shared prefixes.
 
     The returned function expands a row with shared prefixes, and computes attention over the
-    expanded row. It raises ValueError for an unknown tensor argument, which may determine what a
-    token attends to.
+    expanded row. The returned function raises ValueError for an unknown tensor argument, which may
+    determine what a token attends to.
     """
 
     @wraps(attend)

@@ -1,8 +1,8 @@
 """Writes model and generation configurations that Transformers refuses to write.
 
 Transformers refuses to write some values that it can read: sampling values without `do_sample`, or
-generation values in config.json. A run must not lose its weights to such an error, so these files
-are written with the values that were read.
+generation values in config.json. A run must not lose its weights because of such a refusal, so the
+files are written with the original values.
 """
 
 from collections.abc import Iterator

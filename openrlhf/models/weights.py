@@ -189,8 +189,8 @@ def _local_folder(path: str) -> Path:
 def require_finite_files(path: str) -> None:
     """Raise ModelError, naming the first bad weights, if a model's files contain NaN or infinity.
 
-    Use this check for models that another program loads. Reads one tensor at a time. `path` is a
-    folder, or the name of a model in the Hub cache.
+    Use this check for models that are loaded by another program. Reads one tensor at a time. `path`
+    is a folder, or the name of a model in the Hub cache.
     """
     broken = [name for name, read in stored_weights(path) if not is_finite(read())]
     _refuse_numbers(broken, str(_local_folder(path)))
@@ -261,7 +261,7 @@ def is_finite(weight: Tensor) -> bool:
 def _held(weight: Any) -> Tensor:
     """Return the values of a weight in this process.
 
-    Under ZeRO 3, this is the rank's shard, without the last shard's padding.
+    Under ZeRO 3, the values are the rank's shard, without the last shard's padding.
     """
     if not hasattr(weight, "ds_tensor"):
         return weight.detach()

@@ -1,7 +1,7 @@
 """Notices about runs that do not learn or become unstable, from rules over the logged numbers.
 
-The terminal and report.html show the same notices, because both evaluate the numbers in
-metrics.jsonl. Each problem is reported once per run.
+The terminal and report.html show the same notices, because all notices come from metrics.jsonl.
+Each problem is reported once per run.
 """
 
 import math

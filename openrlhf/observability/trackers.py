@@ -1,8 +1,9 @@
 """Mirrors of metrics.jsonl: TensorBoard and Weights & Biases.
 
-A tracker never stops a run. If it cannot start or fails later, a warning is printed once and the
-run continues without it; the run folder always contains every number. An error is raised only if a
-tracker's flag is set but its package is not installed, and only before models are loaded.
+A tracker never stops a run. If a tracker cannot start or fails later, a warning is printed once and
+the run continues without the tracker; the run folder always contains every number. An error is
+raised only if a tracker's flag is set but its package is not installed, and only before models are
+loaded.
 """
 
 import importlib

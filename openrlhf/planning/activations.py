@@ -160,8 +160,8 @@ def _scoring_per_token(role: ModelRole, batch: Pass, constants: Constants) -> fl
 def _logits(role: ModelRole, batch: Pass) -> tuple[float, float]:
     """Return the memory of the logits in a forward and in a backward pass, in bytes.
 
-    Only one chunk of rows exists at a time. The backward pass recomputes it, and accumulates the
-    gradient of the output layer in float32.
+    Only one chunk of logits exists at a time. The backward pass recomputes each chunk, and
+    accumulates the gradient of the output layer in float32.
     """
     shape, b = role.shape, role.width
     if shape.scalar:

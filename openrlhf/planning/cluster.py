@@ -23,8 +23,8 @@ class DeviceKind:
     link: float  # GB/s per direction to the other GPUs of the machine (NVLink, else PCIe)
 
 
-# These rates are from NVIDIA's data sheets.
-# The sheets give NVLink's bandwidth for both directions together, so it is halved here.
+# Rates from NVIDIA's data sheets.
+# The sheets give NVLink's bandwidth for both directions together, so the rate is halved here.
 KINDS_OF_DEVICES = {
     "V100": DeviceKind(32, 125, 900, 150),
     "A100": DeviceKind(80, 312, 2039, 300),

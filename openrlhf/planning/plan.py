@@ -91,9 +91,9 @@ class Pool:
     def room(self) -> int:
         """The number of spare bytes at the peak; negative if the memory is too small.
 
-        Part of the memory is reserved for prediction errors. This excludes the KV cache, whose size
-        is set, and a running engine's share of a GPU, because vLLM fills all memory left free by
-        the weights.
+        Part of the memory is reserved for prediction errors. No reserve is needed for the KV cache,
+        whose size is set, or for a running engine's share of a GPU, because vLLM fills all memory
+        left free by the weights.
         """
         predicted = 0
         for usage in self.at(self.peak).values():

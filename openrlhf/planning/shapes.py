@@ -277,7 +277,7 @@ def _stored_width(config: Mapping[str, Any]) -> int:
 def _sizes(
     text: Mapping[str, Any], family: Family, name: str, *, experts: int = 0
 ) -> dict[str, int]:
-    """Read the sizes of a ModelShape from config.json. Raises PlanError if one is missing.
+    """Read the sizes of a ModelShape from config.json. Raises PlanError if a size is missing.
 
     `experts` is the number of experts, if known from the weights.
     """

@@ -14,7 +14,7 @@ class RewardErrors(UserError, RuntimeError):
 class ErrorBudget:
     """The maximum fraction of a batch's episodes that may fail.
 
-    This fraction is --reward.max_error_rate, or 1 with --reward.on_error drop.
+    The maximum is --reward.max_error_rate, or 1 with --reward.on_error drop.
     """
 
     def __init__(self, reward: RewardConfig) -> None:

@@ -28,8 +28,9 @@ PYTHON_BLOCKS = ("python", "python3", "py", "")
 _FENCED = re.compile(r"```(\w*)[^\n]*\n(.*?)```", re.DOTALL)
 _RANGE = re.compile(r"\s*(?:(\d+)\s*-\s*)?(\d+)\s*")
 
-# Runs inside the sandbox. Evaluates calls and prints their values as JSON, in the format read by
-# `assertions.plain`. The token is printed only if all earlier lines were executed.
+# This program runs inside the sandbox. It evaluates calls and prints their values as JSON.
+# The values have the format read by `assertions.plain`.
+# The token is printed only if all earlier lines were executed.
 _HARNESS = """
 import json, os, sys
 program, setup, calls, token = json.load(sys.stdin)

@@ -54,8 +54,8 @@ def check_labels(
 ) -> list[Finding]:
     """Return a failure if a verifier cannot parse some of the labels.
 
-    The failure counts these labels and quotes the first one. `origin` returns the dataset and row
-    of the label at an index.
+    The failure counts the labels that cannot be parsed and quotes the first such label. `origin`
+    returns the dataset and row of the label at an index.
     """
     read = READERS[verifier]
     unreadable = 0

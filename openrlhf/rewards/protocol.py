@@ -222,7 +222,7 @@ def combined(
 
     Without weights, each reward has weight 1. An agent's turn rewards are weighted like its reward.
     The score remains the rule's score; without a rule, the weighted sum becomes the score. If there
-    are several rewards, each one is logged. A non-finite sum fails the episode.
+    are several rewards, each reward is logged. A non-finite sum fails the episode.
     """
     model_rewards = list(by_models)
     if by_steps:

@@ -94,12 +94,12 @@ class RemoteEngine:
     async def room(self) -> int | None:
         """Return the maximum number of tokens in a request and its response together.
 
-        Returns None if the server does not report this limit. (vLLM reports it.)
+        Returns None if the server does not report this limit. (vLLM reports the limit.)
         """
         return (await self._listed(kind=dict)).get("max_model_len")
 
     async def _listed(self, *path: str, kind: type[T]) -> T:
-        """Return a field of the first model that the server lists."""
+        """Return a field of the first model listed by the server."""
         return self.read(await self._answer(None, "/models"), "data", 0, *path, kind=kind)
 
     async def _answer(self, body: Mapping[str, Any] | None, path: str) -> Any:

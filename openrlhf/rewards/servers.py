@@ -53,11 +53,11 @@ class HTTPServers:
     """Interchangeable servers that respond with JSON.
 
     `timeout` (seconds) limits each attempt; `retries` is the number of attempts after the first.
-    Each failure of a server extends its backoff. An attempt prefers a server without a backoff,
-    then one not yet tried, then the least busy, then the one with the fewest requests so far: idle
-    servers are used in rotation. If all servers are backing off, the next attempt waits for the
-    server whose backoff ends first. In messages, a server is called `kind`. `flag` and `limit` are
-    the flags that set its URL and timeout. `key` is sent with every request.
+    Each failure of a server extends its backoff. Each attempt prefers servers in this order: not
+    backing off, not yet tried, least busy, fewest requests so far. Idle servers are therefore used
+    in rotation. If all servers are backing off, the next attempt waits for the server whose backoff
+    ends first. In messages, a server is called `kind`. `flag` and `limit` are the flags that set
+    its URL and timeout. `key` is sent with every request.
     """
 
     def __init__(
@@ -120,8 +120,7 @@ class HTTPServers:
     async def _attempt(
         self, body: Mapping[str, Any] | None, path: str, tried: list[_Server]
     ) -> Any:
-        """Send the request to one server, preferably one that is not backing off and not in
-        `tried`.
+        """Send the request to a server, preferably not one that is backing off or in `tried`.
 
         Raises ServerError, or ValueError if a retry cannot help.
         """

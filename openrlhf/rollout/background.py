@@ -30,7 +30,7 @@ class BackgroundLoop:
     def run(self, work: Coroutine[Any, Any, T], timeout_s: float) -> T:
         """Return the result of `work`.
 
-        Raises RolloutError if it takes longer than `timeout_s` seconds.
+        Raises RolloutError if `work` takes longer than `timeout_s` seconds.
         """
         future = asyncio.run_coroutine_threadsafe(asyncio.wait_for(work, timeout_s), self._loop)
         try:

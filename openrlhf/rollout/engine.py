@@ -111,8 +111,8 @@ class RolloutEngine:
     async def start(self, settings: EngineSettings, log_path: str | None = None) -> None:
         """Load the model, and serve version 0.
 
-        `log_path` is the file for vLLM's output. Without it, vLLM writes to the process's own
-        output.
+        `log_path` is the file for vLLM's output. Without `log_path`, vLLM writes to the process's
+        own output.
         """
         if log_path:
             redirect_output(log_path)
@@ -149,7 +149,7 @@ class RolloutEngine:
         try:
             return await asyncio.gather(*samples)
         finally:
-            for sample in samples:  # cancel all samples if one failed or the caller was cancelled
+            for sample in samples:  # cancel all samples after a failure or a cancelled call
                 sample.cancel()
 
     async def _sample(self, prompt_tokens: list[int], params: SamplingParams) -> Generation:
@@ -232,7 +232,7 @@ class RolloutEngine:
     async def receive(self, manifest: WeightManifest) -> tuple[WorkerReceipt, ...]:
         """Pause the engine, receive the weights from the group's sender, and verify them.
 
-        Running samples are frozen. After `resume`, they continue with the new weights and a
+        Running samples are frozen. After `resume`, the samples continue with the new weights and a
         recomputed KV cache. A sleeping engine wakes its weights, but not its KV cache. Raises
         PublicationError if the new version did not arrive completely. In that case, the engine
         stays paused until a publication succeeds.
@@ -262,7 +262,7 @@ class RolloutEngine:
 
     @_plain_errors
     async def ping(self) -> None:
-        """Wait until vLLM's core responds. Raises EngineDied if it has died."""
+        """Wait until vLLM's core responds. Raises EngineDied if the core has died."""
         await self._llm.is_paused()
 
     @_plain_errors

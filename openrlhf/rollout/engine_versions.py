@@ -51,7 +51,8 @@ def check_reload(config: Any) -> None:
 def heed_seeds_on_cpu() -> None:
     """Make vLLM versions before 0.29 respect sample seeds on a CPU in every batch.
 
-    Those versions ignore the seeds if the batch has greedy samples or samples without a seed.
+    vLLM versions before 0.29 ignore the seeds if the batch has greedy samples or samples without a
+    seed.
     """
     from packaging.version import Version
     from vllm import __version__

@@ -96,7 +96,7 @@ def load_model(model: nn.Module, config: VllmConfig, delivery: Delivery) -> Load
 
 
 def load_adapter(manager: Any, settings: dict[str, Any], delivery: Delivery) -> LoadReport:
-    """Replace the previous adapter with the incoming one.
+    """Replace the previous adapter with the incoming adapter.
 
     `manager` is vLLM's adapter manager. Tensors for layers that the engine cannot adapt are
     reported as unwritten. No weight is reported as stale, because packed copies belong to the

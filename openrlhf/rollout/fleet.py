@@ -55,7 +55,7 @@ class Fleet:
 
     The processes start importing vLLM when they are created. `start` makes these processes load the
     model, and `wait` returns when all engines are ready. Call `generate` from one event loop only.
-    With `hosts`, the engines use the devices of these processes.
+    With `hosts`, the engines use the devices of the host processes.
 
     An engine that dies or hangs is restarted, and `refit` sends it the current weights; its
     unfinished samples are generated again. If its machine is gone, the engine moves to another

@@ -19,7 +19,7 @@ from openrlhf.rewards.protocol import Reward, RewardResult, request_of
 from openrlhf.rollout.measures import SampleCost, generation_metrics
 from openrlhf.rollout.sampling import Generation, SamplingParams
 
-Group = list[Trajectory]  # all samples of one prompt, including failed ones
+Group = list[Trajectory]  # all samples of one prompt, including failed samples
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -174,7 +174,8 @@ class Agents(Protocol):
     """Agents that run entire episodes instead of single samples, using `generate`."""
 
     async def play(self, prompt: Prompt, spec: SamplingSpec, generate: Generate) -> Group:
-        """Run one episode for each sample of the prompt, and return them, including failed ones."""
+        """Run an episode for each sample of the prompt, and return all episodes (also if
+        failed)."""
         ...
 
 

@@ -1,6 +1,6 @@
 """Generators that write episodes to disk or read episodes from disk.
 
-Both classes can replace `RolloutGenerator`.
+Each of the two generators can replace `RolloutGenerator`.
 """
 
 from collections.abc import AsyncGenerator, Iterable, Mapping

@@ -92,7 +92,7 @@ class BestMetric:
         }
 
     def restore(self, state: RunState) -> None:
-        """Continue with the best value from a checkpoint, if it tracked the same metric."""
+        """Continue with the best value from a checkpoint that tracked the same metric."""
         self.evaluated_at = state.evaluated_at
         if state.best_metric_key and self.key in ("", state.best_metric_key):
             self.key = state.best_metric_key

@@ -1,4 +1,4 @@
-"""Evaluations during an RL run: when one is due, and its results."""
+"""Evaluations during an RL run: when an evaluation is due, and its results."""
 
 from collections.abc import Callable
 from dataclasses import dataclass

@@ -178,7 +178,7 @@ class PPOTrainer:
 
     @property
     def is_last_step(self) -> bool:
-        """True if the current step is the last one."""
+        """True if the current step is the last step."""
         return self.source.exhausted or self.stopped
 
     def evaluate(self) -> None:

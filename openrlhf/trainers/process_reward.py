@@ -27,8 +27,8 @@ class ProcessRewardTask(LanguageTask[PRMConfig, StepRow, Steps]):
     Lightman et al. 2023, arXiv:2305.20050; Wang et al. 2023, arXiv:2312.08935
 
     The loss is averaged over the window's labeled steps on all ranks. p is the distribution over
-    the reward tokens, or over the entire vocabulary if none are configured. q is the label: one
-    token, or P(correct) and 1 − P(correct) for soft labels.
+    the reward tokens, or over the entire vocabulary if no reward tokens are configured. q is the
+    label: one token, or P(correct) and 1 − P(correct) for soft labels.
     """
 
     root: ClassVar = PRMConfig

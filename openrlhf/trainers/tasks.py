@@ -51,8 +51,7 @@ class OfflineTask(ABC, Generic[Config, Row, Micro]):
     # Flags that define the loss and must have the same values in a resumed run.
     objective: ClassVar[tuple[str, ...]] = ("model.aux_loss_coef",)
     stores_numbers: ClassVar[bool] = False  # True if `evaluated` stores numbers in the model
-    # Titles for the samples that `collate` creates from a row, shown by --dry_run; "" hides a
-    # sample.
+    # Titles in --dry_run for the samples that `collate` creates from a row; "" hides a sample.
     sample_names: ClassVar[tuple[str, ...]] = ("text",)
 
     def __init__(self, config: Config) -> None:

@@ -19,8 +19,8 @@ SCALES = ("absmax1", "absmax2")
 class Adam8bit(AdamW8bit):
     """AdamW with 8-bit moments for the groups with `is_8bit`, and 32-bit moments for all others.
 
-    In bitsandbytes, the number of bits depends on the size of a tensor. Here, it depends on the
-    group, because ZeRO merges all weights of a group into one flat tensor.
+    In bitsandbytes, the number of bits depends on the size of a tensor. Here, the number of bits
+    depends on the group, because ZeRO merges all weights of a group into one flat tensor.
 
     Dettmers et al. 2021, arXiv:2110.02861
     """

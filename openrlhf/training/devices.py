@@ -40,7 +40,8 @@ def free_port() -> int:
 def worker_environment(kind: str, *, threads: int) -> dict[str, str]:
     """Return the environment variables for a training process.
 
-    Set them before torch and DeepSpeed are imported. `threads` is the number of OpenMP threads.
+    The variables must be set before torch and DeepSpeed are imported. `threads` is the number of
+    OpenMP threads.
     """
     environment = {
         "NCCL_DEBUG": "WARN",

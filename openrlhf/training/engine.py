@@ -73,8 +73,8 @@ class TrainEngine:
         config = ds_config.training_config(ds, max_norm=optimizer.max_norm, ranks=ranks)
         with strategy.loading(config):
             module = strategy.share_sequences(load())
-            # Transformers loads models in evaluation mode, without dropout and gradient
-            # checkpointing.
+            # Transformers loads models in evaluation mode.
+            # Evaluation mode disables dropout and gradient checkpointing.
             module.train()
         rounded_dtype = ROUNDED_DTYPES.get(ds.param_dtype)
         unrounded = round_new_weights(module, rounded_dtype)
@@ -169,7 +169,7 @@ class TrainEngine:
     def averaged(self) -> Iterator[None]:
         """Replace the weights with their EMA, if there is one, until the block exits. Collective.
 
-        Exports run in this block.
+        Exports run inside this block.
         """
         with self.average.in_place() if self.average else nullcontext():
             self.free_gathered()

@@ -1,9 +1,9 @@
 """Muon: an optimizer that orthogonalizes the momentum of each matrix.
 
 Orthogonalization needs complete matrices, but ZeRO gives an optimizer flat tensors that contain
-parts of many parameters. `Muon.attach` finds these parts. In each step, the ranks exchange parts so
-that each rank can orthogonalize some of the matrices. Each rank then sends the other ranks their
-parts of its results.
+parts of many parameters. `Muon.attach` finds these parts of parameters. In each step, the ranks
+exchange parts so that each rank can orthogonalize some of the matrices. Each rank then sends the
+other ranks their parts of its results.
 """
 
 from __future__ import annotations
@@ -112,8 +112,8 @@ class Muon(torch.optim.AdamW):
                     parameter=parameter, start=start, sizes=tuple(map(int, sizes)), rank=rank
                 )
             )
-        # The ranks process consecutive matrices together, so these should have similar sizes. All
-        # ranks must use the same order.
+        # The ranks process consecutive matrices together, so these should have similar sizes.
+        # All ranks must use the same order.
         parts.sort(key=lambda part: full_shape(part.parameter), reverse=True)
         return parts
 

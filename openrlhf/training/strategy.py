@@ -112,7 +112,7 @@ class Strategy:
     def gather(self, value: Any) -> list[Any]:
         """Return the values from the first rank of each data slice, on every rank.
 
-        Values are pickled, so keep them small.
+        Values are pickled and should therefore be small.
         """
         values = self.gather_ranks(value)
         return [values[ranks[0]] for ranks in self.layout.slice_ranks()]
@@ -120,7 +120,7 @@ class Strategy:
     def gather_ranks(self, value: Any) -> list[Any]:
         """Return the values from all ranks, on every rank.
 
-        Values are pickled, so keep them small.
+        Values are pickled and should therefore be small.
         """
         values: list[Any] = [None] * self.layout.world_size
         dist.all_gather_object(values, value)
@@ -141,8 +141,8 @@ class Strategy:
         """Load weights directly into shards until the block exits, if `config` uses ZeRO 3."""
         sharding: HfDeepSpeedConfig | None = None
         if config["zero_optimization"]["stage"] == 3:
-            # DeepSpeed creates the groups for --ds.zpg only once and raises an error for a second
-            # model.
+            # DeepSpeed creates the groups for --ds.zpg only once.
+            # Without this reset, a second model would raise an error.
             deepspeed.utils.groups._ZERO_PARAM_INTRA_PARALLEL_GROUP = None
             # Keep Transformers from splitting layers, because it cannot split experts.
             unsplit = {name: value for name, value in config.items() if name != "tensor_parallel"}

@@ -93,7 +93,10 @@ def split_shape(parameter: Tensor, shape: tuple[int, ...]) -> tuple[int, ...]:
 
 
 def joined(parameter: Any, part: Tensor) -> Tensor:
-    """Gather a weight from this rank's part. All ranks that split the weight must call this."""
+    """Gather a weight from this rank's part.
+
+    All ranks that split the weight must call this function.
+    """
     split = _split(parameter)
     if split is None:
         return part

@@ -15,8 +15,8 @@ because they all call `WeightManifest.buckets`.
 and the engines:
 
 1. `weight_address` on the policy, then `join` on the engines and `join_weight_group` on the policy.
-   These calls form a weight group. They are skipped if the last publication's group has the same
-   engines.
+   These calls form a weight group. The calls are skipped if the last publication's group has the
+   same engines.
 2. `weight_manifest` on the policy. Rank 0's result is used.
 3. `receive` on the engines and `send_weights` on the policy, at the same time. An engine pauses
    itself, its workers receive all buckets and then the sender's hashes, and the engine verifies its

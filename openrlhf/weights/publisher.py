@@ -139,8 +139,8 @@ class WeightPublisher:
             except (PublicationError, *self.failures):
                 engines.find_lost()
                 if engines.up == receivers:
-                    # No engine was lost. If a sender was lost, this call raises an error that names
-                    # the sender.
+                    # No engine was lost.
+                    # If a sender was lost, this call raises an error that names the sender.
                     self._gather(self.policy.broadcast(PolicyCalls.weight_address), "answer")
                     raise
         engines.check()

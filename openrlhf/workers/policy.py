@@ -140,7 +140,7 @@ class PolicyWorker(TrainedWorker[PolicyUpdate]):
     def window(self, job: PolicyUpdate, number: int) -> list[Experience | TokenRows]:
         """Return micro-batches of episodes, and of pretraining text if the update has any.
 
-        Each optimizer step trains on both kinds.
+        Each optimizer step trains on episodes and on pretraining text.
         """
         window: list[Experience | TokenRows] = [*super().window(job, number)]
         for text in job.pretraining[number : number + 1]:
