@@ -30,7 +30,7 @@ def returning(value: Any) -> Callable[..., Any]:
     return lambda *args, **options: value
 
 
-def test_small_shared_memory_is_reported_as_failure(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_small_shared_memory_is_reported_as_a_failure(monkeypatch: pytest.MonkeyPatch) -> None:
     disk = Disk(total=64 << 20, free=64 << 20)
     monkeypatch.setattr(resources, "disk_of", returning(disk))
     [shared] = resources.shared_memory()
@@ -41,7 +41,7 @@ def test_small_shared_memory_is_reported_as_failure(monkeypatch: pytest.MonkeyPa
     assert levels(resources.shared_memory()) == ["failure"]  # the requirement is 8 GiB
 
 
-def test_missing_shared_memory_is_a_failure_without_the_size_of_another_disk(
+def test_missing_shared_memory_is_reported_as_a_failure_without_a_disk_size(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(resources, "SHM", tmp_path / "shm")
@@ -50,7 +50,7 @@ def test_missing_shared_memory_is_a_failure_without_the_size_of_another_disk(
     assert "are free" not in missing.seen and str(tmp_path / "shm") in missing.fix
 
 
-def test_low_free_memory_is_reported_as_warning(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_low_free_memory_is_reported_as_a_warning(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(machine, "free_memory", returning(3 << 30))
     assert levels(resources.memory()) == ["warning"]
 
@@ -72,7 +72,7 @@ def test_missing_and_outdated_requirements_are_reported_as_failures(
     assert any("transformers" in seen for seen in outdated)
 
 
-def test_other_openrlhf_package_is_reported_as_failure(
+def test_another_installed_openrlhf_package_is_reported_as_a_failure(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     assert packages.other_package() == []
@@ -84,7 +84,7 @@ def test_other_openrlhf_package_is_reported_as_failure(
     assert found.fails and "0.11.2" in found.seen and "pip uninstall openrlhf" in found.fix
 
 
-def test_unreachable_hub_is_reported_as_warning(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_unreachable_hub_is_reported_as_a_warning(monkeypatch: pytest.MonkeyPatch) -> None:
     from huggingface_hub import constants
 
     monkeypatch.setattr(constants, "HF_HUB_OFFLINE", False)
@@ -108,7 +108,7 @@ def test_low_limits_are_reported_as_warnings(monkeypatch: pytest.MonkeyPatch) ->
     assert not any("-1" in finding.seen for finding in found)
 
 
-def test_full_and_read_only_disks_are_reported_as_warnings(
+def test_full_disks_and_read_only_disks_are_reported_as_warnings(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("HF_HOME", str(tmp_path / "cache"))
@@ -120,7 +120,9 @@ def test_full_and_read_only_disks_are_reported_as_warnings(
     assert levels(resources.disks()) == ["warning"] * 3
 
 
-def test_missing_sandbox_protection_is_reported_as_warning(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_missing_sandbox_protection_is_reported_as_a_warning(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     def broken() -> list[str]:
         raise SandboxError("the sandbox does not work here")
 
@@ -143,7 +145,7 @@ def test_missing_sandbox_protection_is_reported_as_warning(monkeypatch: pytest.M
         ("import os; os.write(1, b'no result'); os._exit(0)", "printed 'no result'"),
     ],
 )
-def test_broken_library_is_reported_as_failure_with_its_error(
+def test_broken_library_is_reported_as_a_failure_with_its_error(
     code: str, said: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     (tmp_path / "broken_library.py").write_text(code)
@@ -157,7 +159,7 @@ def test_broken_library_is_reported_as_failure_with_its_error(
     assert caught.value.finding.fix == "Reinstall it."
 
 
-def test_torch_without_gpu_access_is_reported_as_failure(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_torch_without_gpu_access_is_reported_as_a_failure(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(machine, "count_gpus", returning(2))
     monkeypatch.setattr(software, "probe", returning(("torch 2.13.0+cpu", [])))
     [found] = software.torch()
@@ -185,7 +187,7 @@ def test_missing_deepspeed_is_reported_only_as_a_missing_requirement(
     assert any("deepspeed" in found.seen and found.fails for found in packages.requirements())
 
 
-def test_cluster_without_the_gpus_of_this_machine_is_reported_as_failure(
+def test_cluster_without_the_gpus_of_the_machine_is_reported_as_a_failure(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(machine, "installed_gpus", returning(8))
@@ -195,14 +197,14 @@ def test_cluster_without_the_gpus_of_this_machine_is_reported_as_failure(
     assert levels(software.ray()) == ["pass"]
 
 
-def test_unreachable_ray_address_is_reported_as_failure(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_unreachable_ray_address_is_reported_as_a_failure(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("RAY_ADDRESS", "127.0.0.1:1")
     with pytest.raises(probes.ProbeError) as caught:
         list(software.ray())
     assert "No Ray cluster answers at RAY_ADDRESS 127.0.0.1:1" in caught.value.finding.seen
 
 
-def test_torch_works_on_this_machine() -> None:
+def test_torch_check_passes_on_the_test_machine() -> None:
     assert "failure" not in levels(software.torch())
 
 

@@ -98,7 +98,7 @@ def test_trainer_recomputes_the_logprobs_recorded_over_several_turns(
 
 
 @pytest.mark.verify
-def test_same_seed_gives_the_same_episodes_with_any_number_of_processes(
+def test_episodes_depend_on_the_seed_but_not_on_the_number_of_processes(
     workspace: Path, game: Path
 ) -> None:
     flags: Flags = {

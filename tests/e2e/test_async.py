@@ -92,7 +92,7 @@ def check_every_prompt_was_trained_on_once(folder: Path, prompts: int = PROMPTS)
 
 
 @pytest.mark.usefixtures("cluster")
-def test_samples_in_progress_continue_under_new_weights_within_max_staleness(
+def test_samples_in_progress_continue_with_new_weights_within_the_staleness_limit(
     workspace: Path,
 ) -> None:
     folder = workspace / "partial"
@@ -126,7 +126,7 @@ def test_samples_in_progress_continue_under_new_weights_within_max_staleness(
 
 @pytest.mark.verify
 @pytest.mark.usefixtures("cluster")
-def test_every_sample_has_one_weight_version_without_partial_rollouts(workspace: Path) -> None:
+def test_every_sample_has_a_single_weight_version_without_partial_rollouts(workspace: Path) -> None:
     folder = workspace / "whole"
     train_here(flags(workspace, folder, **{"train.async_queue_size": 1, "data.max_samples": 12}))
     assert {len(row["weight_versions"]) for row in samples(folder)} == {1}

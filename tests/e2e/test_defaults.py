@@ -212,7 +212,9 @@ def cluster() -> Iterator[None]:
     "name",
     [*SOME_METHODS, *(pytest.param(name, marks=pytest.mark.verify) for name in OTHER_METHODS)],
 )
-def test_method_trains_with_defaults_for_all_other_flags(name: str, workspace: Path) -> None:
+def test_each_method_trains_with_default_values_for_all_other_flags(
+    name: str, workspace: Path
+) -> None:
     """Run two steps with sequence lengths and group sizes small enough for a CPU."""
     folder, method = workspace / name, flag_sets()[name]
     samples_per_prompt = 4 if "--rollout.n_samples_per_prompt" in method else 1

@@ -123,7 +123,7 @@ def test_pass_at_k_is_computed_from_the_samples_of_each_data_source(
     assert metrics["eval/eval_failed_episodes"] == 0
 
 
-def test_table_has_a_row_per_data_source_and_a_total(pass_k: Finished) -> None:
+def test_table_has_one_row_per_data_source_and_a_total(pass_k: Finished) -> None:
     table = [line.split() for line in pass_k.printed.splitlines()]
     assert [
         "data",

@@ -41,7 +41,9 @@ def flags(workspace: Path, folder: Path, model: str, **changes: Any) -> dict[str
 
 @pytest.mark.verify
 @pytest.mark.parametrize("kind", ["mixtral", "qwen3-moe"])
-def test_two_processes_learn_the_task_with_balanced_experts(workspace: Path, kind: str) -> None:
+def test_training_in_two_processes_learns_the_task_with_balanced_experts(
+    workspace: Path, kind: str
+) -> None:
     """If all experts are used equally, the balancing loss is 2, the number of experts per token.
 
     Training without the balancing loss leads to a larger value.
@@ -72,7 +74,7 @@ def test_without_a_coefficient_no_balancing_loss_is_added_or_logged(workspace: P
     assert column(folder, "train/aux_loss") == []
 
 
-def test_error_for_a_model_without_experts_names_flag_and_model(workspace: Path) -> None:
+def test_error_for_a_model_without_experts_names_the_flag_and_the_model(workspace: Path) -> None:
     done = run(
         "train_sft",
         flags(workspace, workspace / "refused", "dense", **{"model.aux_loss_coef": 0.1}),

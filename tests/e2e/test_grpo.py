@@ -159,7 +159,7 @@ def test_engine_and_trainer_logprobs_agree_in_every_step(whole: Path) -> None:
     assert max(column(whole, "train/logprob_gap_max")) < 1e-4
 
 
-def test_unneeded_forward_passes_are_skipped_and_the_rest_are_timed(
+def test_unneeded_forward_passes_are_skipped_and_all_others_are_timed(
     whole: Path,
 ) -> None:
     """The run is strictly on-policy and has its KL penalty in the loss.
@@ -183,7 +183,7 @@ def test_policy_and_kl_change_during_training(whole: Path) -> None:
     assert max(float((end[name] - start[name]).abs().max()) for name in end) > 0.02
 
 
-def test_samples_file_has_every_sample_with_the_inputs_of_its_reward(whole: Path) -> None:
+def test_samples_file_contains_every_sample_with_the_inputs_of_its_reward(whole: Path) -> None:
     rows = samples(whole)
     assert len(rows) == PROMPTS * SAMPLES
     expected = {row["input"] for row in words(PROMPTS, seed=1)}
@@ -206,7 +206,7 @@ def test_step_metrics_match_the_samples_of_the_step(whole: Path) -> None:
     assert sum(column(whole, "train/digits")) / STEPS == pytest.approx(sum(digits) / len(digits))
 
 
-def test_run_writes_report_export_checkpoints_and_logs(whole: Path) -> None:
+def test_run_writes_a_report_an_export_checkpoints_and_logs(whole: Path) -> None:
     assert (whole / "report.html").stat().st_size > 10_000
     assert AutoTokenizer.from_pretrained(whole / "model")("1+2").input_ids == [5, 40, 6]
     tags = {
@@ -258,7 +258,9 @@ def test_killed_run_leaves_no_processes_and_resumes_with_the_same_metrics(
 # ---- runs that cannot continue
 
 
-def test_rewards_that_fail_too_often_end_the_run_with_the_users_traceback(workspace: Path) -> None:
+def test_too_many_failed_rewards_end_the_run_with_the_traceback_of_the_user_code(
+    workspace: Path,
+) -> None:
     folder = workspace / "broken"
     flags = grpo_flags(
         workspace,
@@ -278,7 +280,9 @@ def test_rewards_that_fail_too_often_end_the_run_with_the_users_traceback(worksp
     assert failures and all("sevens are bad luck" in row["error"] for row in failures)
 
 
-def test_dry_run_prints_plan_and_prompts_without_starting_processes(workspace: Path) -> None:
+def test_dry_run_prints_the_plan_and_the_prompts_without_starting_processes(
+    workspace: Path,
+) -> None:
     folder = workspace / "dry"
     done = run("train_ppo_ray", grpo_flags(workspace, folder, dry_run=True))
     assert (
@@ -347,7 +351,7 @@ def cluster(whole: Path) -> Iterator[None]:
 
 
 @pytest.mark.usefixtures("cluster")
-def test_zero3_with_two_ranks_and_two_engines_gives_the_same_result(
+def test_zero3_with_two_ranks_and_two_engines_gives_the_same_result_as_one_rank(
     whole: Path, workspace: Path
 ) -> None:
     """The losses agree to 1e-4, and the sampled tokens are identical.
@@ -619,7 +623,7 @@ def test_mixture_of_experts_is_balanced_and_published(
 
 @pytest.mark.verify
 @pytest.mark.usefixtures("cluster")
-def test_initial_policy_is_exported_if_it_does_not_improve_within_the_patience(
+def test_initial_policy_is_exported_if_training_brings_no_improvement_within_the_patience(
     workspace: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """The metric never changes, so the initial evaluation stays the best evaluation.
@@ -664,7 +668,7 @@ def troubled(workspace: Path, name: str, **changes: Any) -> tuple[Path, list[dic
 
 
 @pytest.mark.usefixtures("cluster")
-def test_failed_rewards_below_the_rate_are_counted_and_not_trained_on(
+def test_failed_rewards_below_the_error_rate_limit_are_counted_and_not_trained_on(
     workspace: Path,
 ) -> None:
     """A sample fails if its reward call raises. All four calls for one prompt hang."""
@@ -698,7 +702,9 @@ def test_failed_rewards_below_the_rate_are_counted_and_not_trained_on(
 @pytest.mark.verify
 @pytest.mark.usefixtures("cluster")
 @pytest.mark.parametrize("policy", ["drop", "-0.5"])
-def test_failed_rewards_are_dropped_or_replaced_at_any_rate(workspace: Path, policy: str) -> None:
+def test_failed_rewards_are_dropped_or_replaced_at_any_error_rate(
+    workspace: Path, policy: str
+) -> None:
     changes = {"reward.on_error": policy, "reward.max_error_rate": 0.0}
     folder, rows = troubled(workspace, f"on_error_{policy}", **changes)
     raised = [row for row in rows if "7" in row["response"]]
@@ -715,7 +721,7 @@ def test_failed_rewards_are_dropped_or_replaced_at_any_rate(workspace: Path, pol
 
 @pytest.mark.verify
 @pytest.mark.usefixtures("cluster")
-def test_failing_reward_server_is_no_longer_used(workspace: Path) -> None:
+def test_reward_server_that_fails_is_no_longer_used(workspace: Path) -> None:
     folder = workspace / "served"
     with reward_server() as server:
         urls = f"{server.url}/get_reward, {server.url}/broken"
@@ -809,7 +815,7 @@ def test_gsm8k_chats_are_rendered_and_graded_by_the_math_verifier(
 
 
 @pytest.mark.usefixtures("cluster")
-def test_rejected_prompts_are_replaced_and_a_resumed_run_filters_the_same(
+def test_rejected_prompts_are_replaced_and_a_resumed_run_filters_the_same_prompts(
     workspace: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A sample scores 1 if it contains the letter a.
@@ -898,7 +904,7 @@ def test_prompts_generated_ahead_record_the_weight_version_they_were_sampled_wit
 @pytest.mark.parametrize("packing", [None, True], ids=["padded", "packed"])
 @pytest.mark.parametrize("ranks", [1, 2])
 @pytest.mark.parametrize("stage", [0, 1, 2, 3])
-def test_every_layout_gives_the_same_result(
+def test_every_combination_of_zero_stage_ranks_and_packing_gives_the_same_result(
     whole: Path, workspace: Path, stage: int, ranks: int, packing: bool | None
 ) -> None:
     folder = workspace / f"layout-{stage}-{ranks}-{packing}"

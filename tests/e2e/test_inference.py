@@ -125,7 +125,7 @@ def test_answers_are_written_in_dataset_order(
     assert not (workspace / "answers.jsonl.part").exists()
 
 
-def test_different_settings_are_rejected_and_a_truncated_journal_is_continued(
+def test_journal_with_different_settings_is_rejected_and_a_truncated_journal_is_continued(
     workspace: Path, scores: list[dict[str, Any]]
 ) -> None:
     """A killed command may leave behind a journal that ends in the middle of a line."""
@@ -266,7 +266,7 @@ def talking(line: dict[str, Any]) -> Any:
 
 
 @pytest.mark.verify
-def test_interrupt_stops_the_answer_but_not_the_chat(workspace: Path) -> None:
+def test_ctrl_c_stops_the_answer_but_not_the_chat_session(workspace: Path) -> None:
     changes = {"rollout.max_new_tokens": 400, "data.max_len": 500, "rollout.stop_token_ids": None}
     chat = talking(
         {"model.model_name_or_path": workspace / "model", "ds.param_dtype": "fp32", **changes}

@@ -111,7 +111,7 @@ def alone(workspace: Path) -> Path:
     ],
     ids=["deepspeed-zero2", "torchrun-zero3"],
 )
-def test_reward_model_trained_by_two_processes_matches_one_process(
+def test_reward_model_trained_by_two_processes_matches_one_trained_by_a_single_process(
     alone: Path, workspace: Path, launcher: tuple[str, ...], stage: int
 ) -> None:
     """Losses agree only to 1e-5, because sums are computed in a different order."""
@@ -302,7 +302,7 @@ def test_full_job_trains_on_all_nodes_and_shows_its_progress(
     AutoModelForCausalLM.from_pretrained(exported)
 
 
-def test_job_gets_a_notice_that_relative_folders_are_in_rays_copy(
+def test_job_gets_a_notice_that_relative_folders_are_in_the_working_directory_copy(
     jobs: dict[str, Finished], cluster: Cluster
 ) -> None:
     (notice,) = re.findall(
@@ -330,7 +330,7 @@ def test_finished_job_leaves_no_processes_on_the_cluster() -> None:
 
 
 @pytest.mark.verify
-def test_job_without_a_working_directory_runs_in_rays_start_directory(
+def test_job_without_a_working_directory_runs_in_the_directory_where_ray_was_started(
     cluster: Cluster, workspace: Path
 ) -> None:
     ppo = PRINTED["PPO as a job"]
@@ -369,7 +369,7 @@ NOTHING = Placement(groups=(), on_gpus=False)
 
 
 @pytest.mark.parametrize("address", ["127.0.0.1:{port}", "here"])
-def test_error_immediately_names_an_address_without_ray(
+def test_unreachable_ray_address_is_reported_immediately(
     monkeypatch: pytest.MonkeyPatch, address: str
 ) -> None:
     address = address.format(port=free_port())
@@ -500,7 +500,7 @@ def of_default_size(workspace: Path, variables: dict[str, str], *more: str) -> F
     return finish(type_in(line, workspace, variables | {"PYTHONPATH": str(ROOT)}))
 
 
-def test_devices_are_taken_from_the_running_ray_instead_of_the_machine(
+def test_device_count_is_taken_from_the_running_ray_cluster_instead_of_the_machine(
     workspace: Path, gpu_ray: dict[str, str]
 ) -> None:
     note = (Path(gpu_ray["RAY_TMPDIR"]) / "ray/ray_current_cluster").read_text()
@@ -518,7 +518,7 @@ def test_devices_are_taken_from_the_running_ray_instead_of_the_machine(
         assert "There is no GPU" not in done.errors
 
 
-def test_dry_run_reserves_no_resources_of_the_joined_ray(
+def test_dry_run_reserves_no_resources_of_the_joined_ray_cluster(
     workspace: Path, gpu_ray: dict[str, str]
 ) -> None:
     """A dry run that needs both GPUs succeeds while another process has reserved both GPUs."""
@@ -534,7 +534,7 @@ def test_dry_run_reserves_no_resources_of_the_joined_ray(
         holder.communicate()
 
 
-def test_run_that_needs_more_gpus_than_ray_has_is_rejected(
+def test_run_that_needs_more_gpus_than_the_ray_cluster_has_is_rejected(
     workspace: Path, gpu_ray: dict[str, str]
 ) -> None:
     done = of_default_size(workspace, gpu_ray)
@@ -546,7 +546,7 @@ def test_run_that_needs_more_gpus_than_ray_has_is_rejected(
 
 
 @pytest.mark.parametrize("address", ["local", None])
-def test_devices_are_taken_from_the_machine_without_a_running_ray(
+def test_device_count_is_taken_from_the_machine_if_no_ray_cluster_is_running(
     workspace: Path, tmp_path: Path, address: str | None
 ) -> None:
     named = {"RAY_ADDRESS": address} if address else {"RAY_TMPDIR": str(tmp_path)}
@@ -556,7 +556,9 @@ def test_devices_are_taken_from_the_machine_without_a_running_ray(
     assert "There is no GPU, so " in done.errors
 
 
-def test_stale_address_file_of_a_stopped_ray_is_ignored(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_stale_address_file_of_a_stopped_ray_cluster_is_ignored(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     """An interrupted `ray start --block` or a power failure can leave a stale address file."""
     monkeypatch.delenv("RAY_ADDRESS", raising=False)
     with tempfile.TemporaryDirectory(prefix="ray-", dir="/tmp") as folder:

@@ -111,7 +111,7 @@ def test_run_stops_at_the_step_whose_kl_exceeds_the_limit(whole: Path, workspace
 
 
 @pytest.mark.verify
-def test_updates_on_a_batch_stop_once_the_policy_has_moved_too_far(workspace: Path) -> None:
+def test_updates_on_a_batch_stop_once_the_update_kl_exceeds_its_limit(workspace: Path) -> None:
     """The first of four optimizer steps starts at π_old.
 
     The second optimizer step finds that the policy has moved too far, so no more steps are taken.

@@ -239,7 +239,7 @@ def test_kto_learns_from_labels(workspace: Path) -> None:
         ),
     ],
 )
-def test_resumed_run_of_other_tasks_matches_an_uninterrupted_run(
+def test_resumed_run_of_each_offline_task_matches_an_uninterrupted_run(
     workspace: Path, task: str, changes: dict[str, Any]
 ) -> None:
     """The resumed run logs the same metrics and exports the same bytes."""

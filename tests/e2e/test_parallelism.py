@@ -83,7 +83,7 @@ def check_same(steps: list[dict[str, Any]], expected: list[dict[str, Any]]) -> N
     ],
     ids=["ring", "split", "ring and split", "ring and split, ZeRO 3"],
 )
-def test_ppo_on_ranks_that_share_work_equals_ppo_in_one_process(
+def test_ppo_on_ranks_that_share_work_gives_the_same_numbers_as_one_process(
     workspace: Path,
     tmp_path: Path,
     one_process: list[dict[str, Any]],
@@ -94,7 +94,7 @@ def test_ppo_on_ranks_that_share_work_equals_ppo_in_one_process(
 
 @pytest.mark.verify
 @pytest.mark.parametrize("published", ["adapter", "merged"])
-def test_adapters_trained_on_ranks_that_share_work_equal_those_of_one_process(
+def test_adapters_trained_on_ranks_that_share_work_equal_adapters_from_one_process(
     workspace: Path, tmp_path: Path, published: str
 ) -> None:
     flags = {"ds.lora.rank": 4, "ds.lora.alpha": 16, "ds.lora.publish": published}
@@ -128,7 +128,9 @@ class AgentExecutor(MultiTurnAgentExecutor):
 
 
 @pytest.mark.verify
-def test_published_asynchronous_agent_line_trains_on_rings(workspace: Path, tmp_path: Path) -> None:
+def test_published_asynchronous_agent_command_trains_with_ring_attention(
+    workspace: Path, tmp_path: Path
+) -> None:
     """The flags are those of the published command line, except for the model, data and sizes."""
     (tmp_path / "agent.py").write_text(AGENT)
     template = "{% for message in messages %}{{ message['content'] }}{% endfor %}"

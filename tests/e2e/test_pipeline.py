@@ -49,7 +49,7 @@ def start(file: Path, *words: str) -> subprocess.Popen[str]:
     )
 
 
-def test_terminated_pipeline_resumes_within_its_stage_and_changes_rerun_affected_stages(
+def test_terminated_pipeline_resumes_in_its_stage_and_changes_rerun_only_affected_stages(
     file: Path,
 ) -> None:
     folder = file.parent / "run"

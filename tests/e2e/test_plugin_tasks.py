@@ -87,7 +87,7 @@ def answer_logprobs(workspace: Path) -> list[float]:
     return found
 
 
-def test_plugin_task_loss_matches_its_formula(alone: Path, workspace: Path) -> None:
+def test_loss_of_a_plugin_task_matches_its_formula(alone: Path, workspace: Path) -> None:
     losses = [-((1 - math.exp(log_p)) ** 2) * log_p for log_p in answer_logprobs(workspace)]
     assert column(alone, "train/gpt_loss")[0] == pytest.approx(sum(losses) / len(losses), abs=1e-5)
     assert column(alone, "train/gpt_loss")[-1] < column(alone, "train/gpt_loss")[0]
@@ -116,7 +116,7 @@ def test_two_processes_give_the_same_result_as_one(
     )
 
 
-def test_config_of_a_run_is_sufficient_to_repeat_it(alone: Path, workspace: Path) -> None:
+def test_config_file_of_a_run_is_sufficient_to_repeat_the_run(alone: Path, workspace: Path) -> None:
     """The saved configuration names the plug-in that provides the command."""
     done = run("main focal_sft", {"config": alone / "config.yaml", "dry_run": True})
     assert "16 of 16 rows kept" in done.printed
@@ -145,7 +145,7 @@ PLUGIN = ROOT / "tests/e2e/plugin_files/distillation.py"
 
 @pytest.mark.verify
 @pytest.mark.parametrize("task", ["stay_close", "above_average"])
-def test_frozen_model_and_window_total_do_not_depend_on_the_split(
+def test_frozen_model_and_window_mean_do_not_depend_on_how_batches_are_split(
     workspace: Path, task: str
 ) -> None:
     """The single process does not split batches.
@@ -167,7 +167,7 @@ def test_frozen_model_and_window_total_do_not_depend_on_the_split(
         )  # the frozen model is not exported
 
 
-def test_window_total_matches_its_formula(workspace: Path) -> None:
+def test_window_mean_matches_its_formula(workspace: Path) -> None:
     """The expected value for the first step comes from plain Transformers in float64."""
     folder = workspace / "formula"
     run("main above_average", flags(workspace, folder, plugin=PLUGIN, **{"train.max_epochs": 1}))
@@ -176,7 +176,7 @@ def test_window_total_matches_its_formula(workspace: Path) -> None:
     assert column(folder, "train/gpt_loss")[0] == pytest.approx(float(expected), abs=1e-5)
 
 
-def test_plugin_task_flags_are_checked_like_those_of_sft(workspace: Path) -> None:
+def test_flags_of_a_plugin_task_are_checked_like_the_flags_of_sft(workspace: Path) -> None:
     wrong = flags(workspace, workspace / "wrong", **{"data.output_key": None, "data.datset": "d"})
     done = run("main focal_sft", wrong, status=2)
     assert "focal_sft has no flag --data.datset. Did you mean --data.dataset?" in done.errors

@@ -216,7 +216,7 @@ def test_dry_run_of_a_replay_plans_no_engines(
     assert "actor, ref: 1 process(es)" in printed and "vllm" not in printed
 
 
-def test_rollout_only_run_generates_all_steps_without_model_workers(
+def test_rollout_only_run_generates_the_episodes_of_all_steps_without_model_workers(
     written: Path, workspace: Path
 ) -> None:
     """The first step matches the training run's first step.

@@ -159,7 +159,7 @@ def test_reward_mean_and_deviation_are_stored_with_the_model(reward_model: Path)
     assert hf.config.std == pytest.approx(column(reward_model / "run", "eval/reward_std")[-1])
 
 
-def test_checkpoint_before_the_first_evaluation_has_its_own_reward_mean_and_deviation(
+def test_checkpoint_from_before_the_first_evaluation_has_its_own_reward_mean_and_deviation(
     workspace: Path, reward_model: Path
 ) -> None:
     """The mean and deviation come from the first 100 pairs, as without --eval.dataset."""

@@ -96,7 +96,7 @@ def whole(workspace: Path) -> Path:
 # ---- one process
 
 
-def test_every_epoch_has_only_full_batches_and_ends_with_an_evaluation(whole: Path) -> None:
+def test_every_epoch_consists_of_full_batches_and_ends_with_an_evaluation(whole: Path) -> None:
     lines = [(row["step"], "eval/eval gpt_loss" in row) for row in numbers(whole)]
     expected = []
     for step in range(1, STEPS + 1):
@@ -223,7 +223,7 @@ def check_that_one_process_goes_on(flags: dict[str, Any], folder: Path, whole: P
         ("torchrun", "--nproc_per_node", "2", "-m"),
     ],
 )
-def test_two_processes_report_a_broken_row_once(
+def test_broken_row_is_reported_only_once_by_two_processes(
     workspace: Path, tmp_path: Path, launcher: tuple[str, ...]
 ) -> None:
     broken = [*task_rows(40, seed=1), {"input": None, "output": "a"}]
@@ -294,7 +294,7 @@ def test_resumed_run_with_dropout_logs_the_same_metrics_as_an_uninterrupted_run(
         assert numbers(folder) == unbroken, command
 
 
-def test_resumed_run_uses_the_learning_rate_from_its_own_flags(workspace: Path) -> None:
+def test_resumed_run_uses_the_learning_rate_from_the_command_line(workspace: Path) -> None:
     """The learning rate in the checkpoint is ignored.
 
     The run reports flag values that are not used.
@@ -445,7 +445,9 @@ def test_user_error_prints_a_single_message_and_exits_with_status_2(
     assert not folder.exists()
 
 
-def test_model_that_mixes_packed_texts_is_rejected_before_the_first_step(workspace: Path) -> None:
+def test_model_that_mixes_up_packed_texts_is_rejected_before_the_first_step(
+    workspace: Path,
+) -> None:
     torch.manual_seed(0)
     config = AutoConfig.for_model("lfm2", **SIZES | MIXING["lfm2"])
     AutoModelForCausalLM.from_config(config).save_pretrained(workspace / "lfm2")

@@ -135,7 +135,7 @@ def test_engine_that_is_killed_or_hangs_restarts_without_losing_samples(
 
 
 @pytest.mark.verify
-def test_engine_can_join_a_running_run(whole: Path, workspace: Path) -> None:
+def test_engine_can_join_a_run_in_progress(whole: Path, workspace: Path) -> None:
     folder = workspace / "joined"
     more = {"vllm.max_engines": 2, "train.num_episodes": 30, "ckpt.save_steps": -1}
     done = run("train_ppo_ray", flags(workspace, folder, **more))
@@ -177,7 +177,7 @@ CONTROL_STORE, RAYLET = "/gcs_server ", "/raylet/raylet "
         pytest.param(CONTROL_STORE, 1, marks=pytest.mark.verify),
     ],
 )
-def test_run_whose_ray_dies_restarts_or_exits_naming_the_saved_step(
+def test_run_whose_ray_cluster_dies_restarts_or_exits_with_the_saved_step_in_the_message(
     whole: Path, workspace: Path, victim: str, restarts: int
 ) -> None:
     folder = workspace / f"{victim.strip('/ ').replace('/', '-')}-{restarts}"
@@ -206,7 +206,9 @@ def test_run_whose_ray_dies_restarts_or_exits_naming_the_saved_step(
 
 
 @pytest.mark.parametrize("victim", [pytest.param(RAYLET, marks=pytest.mark.verify), CONTROL_STORE])
-def test_run_whose_ray_dies_after_the_export_succeeds(workspace: Path, victim: str) -> None:
+def test_run_succeeds_if_its_ray_cluster_dies_after_the_export(
+    workspace: Path, victim: str
+) -> None:
     folder = workspace / f"exported-{victim.strip('/ ').replace('/', '-')}"
     few = {"rollout.batch_size": PROMPTS, "train.batch_size": PROMPTS * SAMPLES}
     process = launch("train_ppo_ray", flags(workspace, folder, **few))
@@ -220,7 +222,7 @@ def test_run_whose_ray_dies_after_the_export_succeeds(workspace: Path, victim: s
 
 
 @pytest.mark.verify
-def test_run_on_a_joined_ray_whose_raylet_dies_exits_naming_the_saved_step(
+def test_run_on_a_joined_cluster_whose_raylet_dies_exits_with_the_saved_step_in_the_message(
     workspace: Path,
 ) -> None:
     home, folder, port = (

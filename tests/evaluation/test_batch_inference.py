@@ -52,7 +52,7 @@ def processed(name: str, line: str = "", rows: list[dict[str, Any]] = ROWS) -> l
     )
 
 
-def test_rejection_sampling_keeps_first_best_output_of_each_input() -> None:
+def test_rejection_sampling_keeps_the_first_best_output_of_each_input() -> None:
     best: dict[str, dict[str, Any]] = {}
     for row in ROWS:
         if row["input"] not in best or row["reward"] > best[row["input"]]["reward"]:
@@ -61,7 +61,7 @@ def test_rejection_sampling_keeps_first_best_output_of_each_input() -> None:
     assert [row["output"] for row in processed("rs")] == ["a2", "b5", "c3"]
 
 
-def test_pairs_are_best_and_worst_outputs_with_unequal_rewards() -> None:
+def test_pairs_contain_the_best_and_the_worst_output_if_their_rewards_differ() -> None:
     rewards: dict[str, list[tuple[float, str]]] = defaultdict(list)
     for row in ROWS:
         rewards[row["input"]].append((row["reward"], row["output"]))
@@ -77,7 +77,7 @@ def test_pairs_are_best_and_worst_outputs_with_unequal_rewards() -> None:
     assert list(rows[0]) == ["prompt", "chosen", "chosen_reward", "rejected", "rejected_reward"]
 
 
-def test_identical_outputs_make_no_pair_even_if_rewards_differ() -> None:
+def test_identical_outputs_form_no_pair_even_if_their_rewards_differ() -> None:
     """Rounding can make a reward model score the same text differently in different batches."""
     rows = [
         {"input": "a", "output": "x", "reward": reward} for reward in (0.124543868, 0.124543861)
@@ -85,7 +85,7 @@ def test_identical_outputs_make_no_pair_even_if_rewards_differ() -> None:
     assert processed("iter_dpo", rows=rows) == []
 
 
-def test_conditioned_input_contains_reward_with_two_decimals() -> None:
+def test_conditioned_input_contains_the_reward_with_two_decimals() -> None:
     rows = processed("csft")
     assert [row["input"] for row in rows[:3]] == [
         "a <rm_score>: 0.50 ",
@@ -97,7 +97,7 @@ def test_conditioned_input_contains_reward_with_two_decimals() -> None:
     ]
 
 
-def test_normalize_enable_uses_mean_and_unbiased_std_of_all_rows() -> None:
+def test_normalize_enable_uses_the_mean_and_the_unbiased_std_of_all_rows() -> None:
     mean = sum(row["reward"] for row in ROWS) / len(ROWS)
     deviation = math.sqrt(sum((row["reward"] - mean) ** 2 for row in ROWS) / (len(ROWS) - 1))
     rows = processed("csft", "--reward.normalize_enable --reward_template {reward}|{input}")
@@ -122,7 +122,9 @@ def results(path: Path, identity: dict[str, Any] | None = None) -> dict[int, Any
     return journal.results
 
 
-def test_journal_truncated_at_any_byte_keeps_complete_rows_and_resumes(tmp_path: Path) -> None:
+def test_journal_truncated_at_any_byte_keeps_its_complete_rows_and_can_be_resumed(
+    tmp_path: Path,
+) -> None:
     path = tmp_path / "out.jsonl"
     journal = Journal(path, {"--best_of_n": 2})
     rows = {5: ["a\nb", "é"], 1: ["", "x"], 3: [0.25]}
@@ -148,7 +150,7 @@ def test_journal_with_different_settings_is_rejected_with_both_values(tmp_path: 
     assert results(path) == {}
 
 
-def test_existing_output_of_same_or_unknown_request_is_rejected(
+def test_existing_output_of_the_same_or_an_unknown_request_is_rejected(
     tmp_path: Path,
 ) -> None:
     path = tmp_path / "out.jsonl"
@@ -160,7 +162,7 @@ def test_existing_output_of_same_or_unknown_request_is_rejected(
     assert path.read_text() == "{'--best_of_n': 2}\n"
 
 
-def test_existing_output_of_different_request_is_moved_aside(
+def test_existing_output_of_a_different_request_is_moved_aside(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """In published scripts, all iterations write to the same path."""
@@ -213,7 +215,7 @@ def answers(row: int, *texts: str, error: str | None = None) -> list[Trajectory]
     return group
 
 
-def test_row_with_failed_answer_is_returned_but_not_journaled(
+def test_row_with_a_failed_answer_is_returned_but_not_journaled(
     tmp_path: Path,
 ) -> None:
     journal = Journal(tmp_path / "out.jsonl", {})
@@ -229,7 +231,7 @@ def test_row_with_failed_answer_is_returned_but_not_journaled(
 
 
 @pytest.mark.parametrize(("seconds", "notes"), [(1.0, 0), (0.05, 3)])
-def test_progress_without_bar_is_printed_once_per_interval(
+def test_progress_is_printed_once_per_interval_without_a_progress_bar(
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
     capsys: pytest.CaptureFixture[str],
@@ -299,7 +301,7 @@ DATED = "{% for m in messages %}{{ strftime_now('%Y-%m-%d') + m['content'] }}{% 
 
 
 @pytest.mark.parametrize("other", ["", "seed", "row"])
-def test_resumed_request_renders_rows_with_date_of_its_first_start(
+def test_resumed_request_renders_rows_with_the_date_of_its_first_start(
     models: Path, tmp_path: Path, other: str
 ) -> None:
     """The date of a different, completed request is not used."""
@@ -341,14 +343,14 @@ def test_resumed_request_renders_rows_with_date_of_its_first_start(
             Journal(final, identity, request=request)
 
 
-def test_different_request_with_same_rendered_rows_resumes_journal(tmp_path: Path) -> None:
+def test_different_request_with_the_same_rendered_rows_resumes_the_journal(tmp_path: Path) -> None:
     final = tmp_path / "out.jsonl"
     Journal(final, {"--best_of_n": 2}).add(0, ["a"])
     assert Journal(final, {"--best_of_n": 2}, request="one").results == {0: ["a"]}
     assert Journal(final, {"--best_of_n": 2}, request="other").results == {0: ["a"]}
 
 
-def test_dry_run_prints_template_and_tokens_of_truncated_prompts(dry_run: Any) -> None:
+def test_dry_run_prints_the_template_and_the_tokens_of_truncated_prompts(dry_run: Any) -> None:
     rows = [{"question": "123456789", "response": "x"}] * 3
     printed, noted = dry_run(
         rows, "--data.input_template q{}a --data.max_len 8 --rollout.max_new_tokens 4"
@@ -361,13 +363,13 @@ def test_dry_run_prints_template_and_tokens_of_truncated_prompts(dry_run: Any) -
     assert "output_key" not in noted
 
 
-def test_dry_run_prints_conditional_fine_tuning_suffix(dry_run: Any) -> None:
+def test_dry_run_prints_the_suffix_for_conditional_fine_tuning(dry_run: Any) -> None:
     printed, noted = dry_run([{"input": "1+1="}], "--input_key input --csft.enable --csft.prompt 5")
     assert "\n1+1= 5 \n" in printed
     assert "layout" not in noted
 
 
-def test_scoring_dry_run_marks_last_token_of_scored_text(
+def test_scoring_dry_run_marks_the_last_token_of_the_scored_text(
     dry_run: Any,
 ) -> None:
     rows = [
@@ -406,7 +408,7 @@ def test_last_chat_turn_is_the_answer_if_there_is_no_answer_column(dry_run: Any,
     assert "[notice] 1 of 1 rows kept." in noted
 
 
-def test_prompt_and_answer_are_rendered_with_chat_template(models: Path) -> None:
+def test_prompt_and_answer_are_rendered_with_the_chat_template(models: Path) -> None:
     tokenizer = AutoTokenizer.from_pretrained(models / "reward")
     data = InferenceDataConfig(apply_chat_template=True, max_len=64)
     rows = Dataset.from_list([{"input": CHAT, "output": "4"}, {"input": CHAT, "output": "5"}])
@@ -425,7 +427,7 @@ def test_prompt_and_answer_are_rendered_with_chat_template(models: Path) -> None
     assert (row.text, row.label, tokenizer.decode(row.tokens)) == ("q1a", "2\n", "q1a2 <eos>")
 
 
-def test_text_rows_without_answer_column_are_rejected(dry_run: Any) -> None:
+def test_plain_text_rows_without_an_answer_column_are_rejected(dry_run: Any) -> None:
     with pytest.raises(DataError, match=r"no column 'output', which --data\.output_key names"):
         dry_run([{"input": "1"}], "--task rm")
     with pytest.raises(DataError, match=r"--data\.output_key is not set"):

@@ -61,7 +61,9 @@ def chat(line: str, template: str | None = "q{}a", chat_template: str | None = N
     return Chat(config=parse("interactive_chat", line), tokenizer=tokenizer, template=template)
 
 
-def test_trailing_space_of_template_is_removed_if_tokenizer_merges_it() -> None:
+def test_trailing_space_of_the_template_is_removed_if_the_tokenizer_merges_it_with_answers() -> (
+    None
+):
     """In training, no answer followed a separate token for the trailing space."""
     template = "User: {}\nAssistant: "
     for tokenizer, used in ((spaced_tokenizer(), template[:-1]), (character_tokenizer(), template)):
@@ -69,7 +71,7 @@ def test_trailing_space_of_template_is_removed_if_tokenizer_merges_it() -> None:
         assert talk.text("hi") == used.replace("{}", "hi")
 
 
-def test_prompt_contains_system_text_preamble_and_all_turns(
+def test_prompt_contains_the_system_text_the_preamble_and_all_turns(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     (tmp_path / "p.txt").write_text("pre\n")
@@ -93,13 +95,13 @@ def test_binary_preamble_file_is_rejected(tmp_path: Path) -> None:
         chat(f"--preamble {tmp_path}/p.bin")
 
 
-def test_chat_template_renders_system_text_and_turns_as_messages() -> None:
+def test_chat_template_renders_the_system_text_and_the_turns_as_messages() -> None:
     talk = chat("--system sys", template=None, chat_template=CHATML)
     talk.turns.append(("a", "b"))
     assert talk.text("c") == "system:sys/user:a/assistant:b/user:c/assistant:"
 
 
-def test_oldest_turns_are_dropped_with_notice_until_answer_has_room(
+def test_oldest_turns_are_dropped_with_a_notice_until_the_answer_fits(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
     """The limit is 20 tokens, 10 of which are reserved for the answer.
@@ -138,7 +140,7 @@ def test_ctrl_c_stops_the_answer_and_keeps_the_turn(
         {"do_sample": True, "min_p": 0.9},
     ],
 )
-def test_answers_depend_on_flags_but_not_on_generation_config(
+def test_answers_depend_on_the_flags_but_not_on_the_generation_config(
     tmp_path: Path,
     stored: dict[str, Any],
     monkeypatch: pytest.MonkeyPatch,
@@ -164,7 +166,7 @@ def test_answers_depend_on_flags_but_not_on_generation_config(
 @pytest.mark.parametrize(
     ("flag", "stored", "expected"), [("", 1.3, 1.3), ("", None, 1.0), ("1.1", 1.3, 1.1)]
 )
-def test_repetition_penalty_flag_takes_precedence_over_model(
+def test_repetition_penalty_flag_takes_precedence_over_the_generation_config(
     flag: str, stored: float | None, expected: float
 ) -> None:
     model = SimpleNamespace(generation_config=GenerationConfig(repetition_penalty=stored))
@@ -215,14 +217,14 @@ def run_with(monkeypatch: pytest.MonkeyPatch, folder: Path, typed: str, line: st
 
 
 @pytest.mark.parametrize("reset", ["/reset", "clear"])
-def test_reset_removes_turns_and_keeps_system_prompt(
+def test_reset_removes_the_turns_and_keeps_the_system_prompt(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path, reset: str
 ) -> None:
     parrot = run_with(monkeypatch, tmp_path, f"a\nb\n{reset}\nc\n/exit\nd\n", "--system sys")
     assert parrot.asked == ["sys\nqaa", "sys\nqaaok\nqba", "sys\nqca"]
 
 
-def test_chat_dry_run_prints_tokens_of_a_prompt(
+def test_chat_dry_run_prints_the_tokens_of_a_prompt(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     parrot = run_with(

@@ -53,12 +53,12 @@ def test_answers_to_a_prompt_are_paired_by_index() -> None:
     assert numbers == [(0, 0, 0, 0), (0, 1, 0, 1), (1, 0, 1, 0), (1, 1, 1, 1)]
 
 
-def test_their_single_answer_is_paired_with_all_of_ours() -> None:
+def test_single_answer_of_the_opponent_is_paired_with_each_of_our_answers() -> None:
     pairs = pair_up([episode(0, sample) for sample in range(3)], [episode(0, text="written")])
     assert [pair.theirs.prompt.text for pair in pairs] == ["written"] * 3
 
 
-def test_pair_has_error_of_failed_answer() -> None:
+def test_pair_has_the_error_of_its_failed_answer() -> None:
     pairs = pair_up([episode(0, score=1.0), failed(1)], [failed(0), episode(1, score=1.0)])
     assert [(pair.error, by_reward(pair)) for pair in pairs] == [("it broke", None)] * 2
 
@@ -66,7 +66,9 @@ def test_pair_has_error_of_failed_answer() -> None:
 @pytest.mark.parametrize(
     ("ours", "theirs", "win"), [(1.0, 0.5, 1.0), (0.5, 1.0, 0.0), (0.5, 0.5, 0.5)]
 )
-def test_larger_reward_wins_and_equal_rewards_tie(ours: float, theirs: float, win: float) -> None:
+def test_larger_reward_wins_and_equal_rewards_are_a_tie(
+    ours: float, theirs: float, win: float
+) -> None:
     assert rewarded(0, ours, theirs).win == win
 
 
@@ -83,18 +85,18 @@ def test_win_rate_weights_prompts_equally() -> None:
     assert win_rate(pairs)[0] == 0.5
 
 
-def test_win_rate_standard_error_is_over_prompts() -> None:
+def test_standard_error_of_the_win_rate_is_computed_over_prompts() -> None:
     """The means 1, 0.5 and 0 have an unbiased standard deviation of 0.5, which is divided by √3."""
     pairs = [won(0, 1.0), won(0, 1.0), won(1, 1.0), won(1, 0.0), won(2, 0.0), won(2, 0.0)]
     assert win_rate(pairs) == (0.5, pytest.approx(0.5 / math.sqrt(3)))
 
 
-def test_more_samples_per_prompt_do_not_reduce_standard_error() -> None:
+def test_more_samples_per_prompt_do_not_reduce_the_standard_error() -> None:
     pairs = [won(0, 1.0), won(1, 0.0), won(2, 1.0)]
     assert win_rate(pairs * 10) == win_rate(pairs)
 
 
-def test_win_rate_is_nan_without_pairs_and_its_error_with_one_prompt() -> None:
+def test_win_rate_is_nan_without_pairs_and_its_standard_error_is_nan_for_one_prompt() -> None:
     assert win_rate([won(0, 1.0)])[0] == 1.0
     assert math.isnan(win_rate([won(0, 1.0)])[1])
     assert all(map(math.isnan, win_rate([won(0, None)])))
@@ -136,7 +138,7 @@ def test_nan_metrics_are_not_logged() -> None:
 # ---- accuracy
 
 
-def test_accuracy_counts_pairs_with_strictly_larger_chosen_reward() -> None:
+def test_accuracy_counts_pairs_in_which_the_chosen_reward_is_strictly_larger() -> None:
     pairs = [
         rewarded(0, 2.0, 1.0, source="x"),
         rewarded(1, 1.0, 1.0, source="x"),
@@ -163,7 +165,7 @@ def test_accuracy_counts_pairs_with_strictly_larger_chosen_reward() -> None:
 # ---- failures
 
 
-def test_too_many_failed_pairs_raise_first_error() -> None:
+def test_too_many_failed_pairs_raise_the_first_error() -> None:
     failed = {"errors": ["no verdict", "gone"], "of": 4, "what": "pairs could not be judged"}
     ErrorBudget(RewardConfig(max_error_rate=0.5)).check_errors(**failed)
     ErrorBudget(RewardConfig(max_error_rate=1.0)).check_errors(**failed)
@@ -173,7 +175,7 @@ def test_too_many_failed_pairs_raise_first_error() -> None:
         ErrorBudget(RewardConfig(max_error_rate=0.4)).check_errors(**failed)
 
 
-def test_pair_row_in_samples_has_both_answers() -> None:
+def test_row_of_a_pair_in_the_samples_file_contains_both_answers() -> None:
     pair = rewarded(3, 1.0, 0.5)
     theirs = replace(pair.theirs, response_text="other")
     row = row_of(replace(pair, theirs=theirs))

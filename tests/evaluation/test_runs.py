@@ -49,7 +49,7 @@ class Length(Reward):
         ]
 
 
-def test_given_answers_are_matched_to_prompts_and_scored_like_samples() -> None:
+def test_answers_from_a_column_are_matched_to_prompts_and_scored_like_samples() -> None:
     """Two of the prompts are identical, one prompt is too long, and one answer cannot be scored."""
     tokenizer = character_tokenizer()
     texts = {"a=": "b", "12345678": "cc", "c=": "x"}
@@ -92,7 +92,7 @@ def config_of(model: str, line: str) -> EvaluationConfig:
     )
 
 
-def test_answers_read_from_a_column_end_with_eos_token(model: str) -> None:
+def test_answers_read_from_a_column_end_with_the_eos_token(model: str) -> None:
     config = config_of(model, "--task rm_accuracy --reward.model_name_or_path {model}")
     tokenizer = character_tokenizer()
     assert read_answers(config, tokenizer, "output") == [tokenizer("2<eos>")["input_ids"]]
@@ -141,7 +141,7 @@ def test_dry_run_prints_prompts(model: str, capsys: pytest.CaptureFixture[str]) 
     assert "--- prompt of row 1, label '2': 4 tokens, ids" in capsys.readouterr().out
 
 
-def test_pairs_default_to_format_of_reward_model_training(
+def test_pairs_default_to_the_format_of_reward_model_training(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     rows = tmp_path / "pairs.jsonl"

@@ -43,7 +43,7 @@ def resume(name: str, folder: Path) -> Finished:
     "name",
     [pytest.param(name, marks=pytest.mark.verify) if name in IN_VERIFY else name for name in KINDS],
 )
-def test_frozen_run_resumes_with_its_recorded_numbers_and_exports(
+def test_frozen_run_resumes_with_the_recorded_numbers_and_exports_its_model(
     name: str, tmp_path: Path
 ) -> None:
     golden: dict[str, Any] = json.loads((FROZEN / f"{name}.json").read_text(encoding="utf-8"))

@@ -83,7 +83,7 @@ def test_changed_value_is_a_difference_but_an_added_value_is_not() -> None:
     assert differences(recorded, {"numbers": [{"step": 1, "loss": 0.50001}]}, "", exact=False) == []
 
 
-def test_hashes_of_exports_count_only_in_an_exact_comparison() -> None:
+def test_hashes_of_exported_files_are_compared_only_in_an_exact_comparison() -> None:
     recorded, now = {"run": {"exported": {"a": "1"}}}, {"run": {"exported": {"a": "2"}}}
     assert differences(recorded, now, "", exact=False) == []
     assert len(differences(recorded, now, "", exact=True)) == 1

@@ -33,21 +33,21 @@ SHORTEST_S = 5  # minimum time that must be left to start a check
 CHECKS = {  # paths that no other test covers; about four minutes on an H200
     (
         "test_packing.py",
-        "test_publication.py::test_hash_is_the_same_on_gpu_and_cpu",
+        "test_publication.py::test_weight_hash_is_the_same_on_gpu_and_cpu",
         "test_publication.py::test_weights_are_sent_to_another_gpu_by_nccl",
     ): 120,
     (
         "test_publication.py::test_weights_are_sent_to_another_process_on_the_same_gpu_by_cuda_ipc",
     ): 60,
     (
-        "test_publication.py::test_engine_on_the_trainers_gpu_serves_the_published_weights",
+        "test_publication.py::test_engine_on_the_gpu_of_the_trainer_serves_the_published_weights",
         "test_publication.py::test_engine_frees_gpu_memory_while_asleep_and_wakes_on_request",
     ): 150,
-    ("test_speed.py::test_training",): 90,
+    ("test_speed.py::test_training_speed_is_recorded",): 90,
 }
 MORE = {  # an entry runs only if its full time limit is left
     ("test_hybrid.py::test_grpo_runs_with_models_and_engine_on_one_gpu",): 240,
-    ("test_speed.py::test_generation",): 180,
+    ("test_speed.py::test_generation_speed_is_recorded",): 180,
 }
 PACKAGES = ("torch", "vllm", "ray", "deepspeed", "transformers", "flash-attn")
 

@@ -22,7 +22,7 @@ LENGTHS = (3, 700, 64, 1, 257)
 
 
 @pytest.mark.parametrize("attention", ["flash_attention_2", "sdpa"])
-def test_packed_rows_score_as_single_rows(
+def test_packed_rows_get_the_same_scores_as_single_rows(
     attention: str, tmp_path: Path, record_property: Callable[[str, object], None]
 ):
     if attention == "flash_attention_2" and (REHEARSAL or find_spec("flash_attn") is None):

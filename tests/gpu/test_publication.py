@@ -99,7 +99,7 @@ def test_weights_are_sent_to_another_gpu_by_nccl(processes):
     assert_arrives(processes, "nccl", (0, 1))
 
 
-def test_hash_is_the_same_on_gpu_and_cpu():
+def test_weight_hash_is_the_same_on_gpu_and_cpu():
     data = torch.randint(0, 256, (8 * 100_000,), dtype=torch.uint8)
     assert bucket_hash(data.to(DEVICE)) == bucket_hash(data)
 
@@ -122,7 +122,7 @@ def served(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Served]:
         yield Served(model, engine)
 
 
-def test_engine_on_the_trainers_gpu_serves_the_published_weights(
+def test_engine_on_the_gpu_of_the_trainer_serves_the_published_weights(
     served: Served, record_property: Callable[[str, object], None]
 ):
     import ray  # all other tests in the module run without Ray

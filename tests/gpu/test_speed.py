@@ -19,7 +19,9 @@ SAMPLES, NEW_TOKENS = (8, 16) if REHEARSAL else (256, 256)
 ROWS, LENGTH, STEPS = (4, 64, 4) if REHEARSAL else (16, 1024, 8)
 
 
-def test_generation(tmp_path: Path, record_property: Callable[[str, object], None]):
+def test_generation_speed_is_recorded(
+    tmp_path: Path, record_property: Callable[[str, object], None]
+):
     import ray
 
     save_model(tmp_path)
@@ -35,7 +37,7 @@ def test_generation(tmp_path: Path, record_property: Callable[[str, object], Non
     record_property("tokens_per_second", round(SAMPLES * NEW_TOKENS / seconds))
 
 
-def test_training(tmp_path: Path, record_property: Callable[[str, object], None]):
+def test_training_speed_is_recorded(tmp_path: Path, record_property: Callable[[str, object], None]):
     save_model(tmp_path / "model")
     rows = [{"input": "say a", "output": "ab" * (LENGTH // 2 - 4)}] * ROWS * STEPS
     flags = {
