@@ -5,8 +5,8 @@ tokens with 1, 2 and 4 ranks. The benchmark prints the loss, the gradient norm, 
 rank's memory before the step to its peak, and the duration in seconds.
 
 With `--task sft`, the step trains on one sequence. With `--task grpo`, the reference model scores a
-group of two recorded episodes, and the policy worker then takes a GRPO step on them. The episodes
-consist of random tokens, because generating them on a CPU would take hours.
+group of two recorded episodes, and the policy worker then takes a GRPO step on the group. The
+episodes consist of random tokens, because generating episodes on a CPU would take hours.
 """
 
 import argparse

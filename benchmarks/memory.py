@@ -218,7 +218,7 @@ def gpu_cases() -> list[Case]:
 def measure_gpu(records: Path, models: Path) -> None:
     """Measure the cases for one GPU, each in a new process.
 
-    If a case fails, the others are still measured.
+    If a case fails, the remaining cases are still measured.
     """
     wanted = [case for case in gpu_cases() if case not in read_records(records)]
     available = [case for case in wanted if case.model in MODELS or (models / case.model).exists()]

@@ -57,7 +57,7 @@ def ours(command: str, flags: dict[str, Any], folder: Path) -> Course:
 
 
 def trl(script: str, *arguments: object, folder: Path, peer: Path) -> Course:
-    """Run one of the TRL scripts and follow the rows file that it gets as its first argument."""
+    """Run a TRL script and follow the rows file, which is passed as the script's first argument."""
     rows = folder.with_suffix(".jsonl")
     environment = ONE_THREAD | {"PYTHONPATH": os.pathsep.join([str(ROOT), str(peer)])}
     words = [sys.executable, "-m", f"benchmarks.{script}", *map(str, (rows, *arguments))]

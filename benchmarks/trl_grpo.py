@@ -1,4 +1,4 @@
-"""GRPO in TRL with vLLM in the same process, which writes a row after each step.
+"""GRPO in TRL, with vLLM in the same process and a row written after each step.
 
 python -m benchmarks.trl_grpo ROWS MODEL PROMPTS DTYPE MAX_NEW_TOKENS STEPS
 """

@@ -57,7 +57,7 @@ def pages() -> list[Path]:
 
 @cache
 def definitions() -> dict[str, list[Path]]:
-    """Map each definition's dotted suffixes that include a module to the files that define it.
+    """Map each dotted suffix of a definition (including its module) to the defining files.
 
     For example, `advantages.gae` is a valid name but `gae` is not.
     """

@@ -93,7 +93,7 @@ def run_ranks(ranks: int, module: str, *arguments: str, timeout: float = 400) ->
 def main() -> None:
     """Run the test module's `main` as one of the launched processes.
 
-    The process exits without finalizing the interpreter, because Gloo's threads may then abort it.
+    The process skips interpreter finalization, because Gloo's threads might abort the process then.
     """
     del sys.argv[0]
     runpy.run_module(sys.argv[0], run_name="__main__", alter_sys=True)

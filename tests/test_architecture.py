@@ -66,7 +66,7 @@ STANDARD_LIBRARY_ONLY = [
     "utils",
     "cli*",
 ]
-# The names and traits of estimators and losses, under which algorithms register their functions.
+# Declares the names and traits under which algorithms register estimators and losses.
 NAMES_AND_TRAITS = {"openrlhf.config", "openrlhf.config.choices"}
 WITHOUT_TORCH = ["isolation*", "agents.contract", "agents.program", "rewards*"]
 # Modules that write to a stream without using `reporting`.

@@ -259,7 +259,7 @@ def temperature() -> list[str]:
 
 
 def pair(logprobs: tuple[float, float], lengths: tuple[int, int] = (1, 1)) -> Judged:
-    """Return a pair with these Σ log π under the policy; under the reference both sums are 0."""
+    """Return a pair with the given Σ log π under the policy, and sums of 0 under the reference."""
     policy, tokens = torch.tensor([logprobs]), torch.tensor([lengths], dtype=torch.float32)
     return Judged(policy=policy, reference=torch.zeros_like(policy), tokens=tokens)
 

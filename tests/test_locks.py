@@ -1,4 +1,4 @@
-"""Locks on folders and files, which the kernel releases when the process that holds them exits."""
+"""Tests for locks on folders and files, which the kernel releases when the holder exits."""
 
 from __future__ import annotations
 

@@ -67,7 +67,7 @@ def test_version_is_defined_once() -> None:
     assert PROJECT["version"] == __version__
 
 
-# Tests of a wheel in its own environment, which take minutes because the whole stack is installed.
+# Tests that install a wheel with all dependencies in a new environment, which takes minutes.
 
 REWARD = """
 def reward_func(queries, prompts, labels):

@@ -82,11 +82,11 @@ def test_our_configuration_is_accepted_on_the_machine_of_the_comparison(
     assert config.rollout.max_new_tokens == case.length
     assert config.actor.num_gpus_per_node == config.vllm.num_engines == case.gpus
     machines = expected_machines(on_gpus=True, declared=f"1x{case.gpus}")
-    plan_placement(config, "cuda").check(machines)  # raises PlacementError if it does not fit
+    plan_placement(config, "cuda").check(machines)  # raises PlacementError if the run does not fit
 
 
 def workspace(folder: Path, case: Case) -> dict[str, object]:
-    """Write a tiny model and prompts; return flags that use them instead of the real ones."""
+    """Write a tiny model and prompts; return flags that replace the real model and prompts."""
     model = Path(
         save_tiny_model(folder / "tiny", chat_template=TEMPLATE, max_position_embeddings=16384)
     )

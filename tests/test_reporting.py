@@ -1,4 +1,4 @@
-"""Messages to the user: their stream, process and repetition, and masked secrets."""
+"""Tests for user messages: which stream and process print them, repetition, and secrets."""
 
 from __future__ import annotations
 

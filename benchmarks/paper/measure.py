@@ -1,4 +1,4 @@
-"""Measures the seconds per step of all frameworks in the same way, from their output.
+"""Measures every framework's seconds per step in the same way, from its output.
 
 At the end of each step, a framework leaves a mark: a printed line or a written row. The time
 between two consecutive marks is the full duration of a step.
@@ -29,7 +29,7 @@ class Mark:
     time: float  # seconds
     samples: float = 0.0  # number of samples in the step
     tokens: float | None = (
-        None  # sampled tokens in the step; None: the framework does not report it
+        None  # sampled tokens in the step; None if the framework does not report the number
     )
 
 

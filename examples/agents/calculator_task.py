@@ -1,4 +1,4 @@
-"""A toy task for agents with a tool: sums that a tiny model cannot compute without it.
+"""A toy task for agents: sums that a tiny model cannot compute without a calculator tool.
 
     python examples/agents/calculator_task.py FOLDER SEED
 

@@ -1,6 +1,6 @@
 """A reward of 1 if the boxed answer equals the label, else 0.
 
-`--reward.verifier math` does the same and accepts more forms of answers.
+`--reward.verifier math` gives the same reward and accepts more forms of answers.
 """
 
 from __future__ import annotations

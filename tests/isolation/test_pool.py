@@ -323,7 +323,7 @@ def test_fork_bomb_that_leaves_its_session_is_limited_and_fully_killed(tmp_path:
 
 
 def test_call_cannot_start_more_processes_than_the_limit():
-    """The limit applies to root too, whose processes the kernel does not limit on its own."""
+    """The limit also applies to root, whose processes the kernel would not limit."""
     with ProcessPool(1) as pool:
         assert call(pool, "fork_until_refused", PROCESSES + 10) < PROCESSES
 

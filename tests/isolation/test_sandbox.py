@@ -1,4 +1,4 @@
-"""The sandbox: a program may do anything inside its folder for a limited time, nothing outside."""
+"""Tests that a sandboxed program can act only inside its folder and for a limited time."""
 
 from __future__ import annotations
 

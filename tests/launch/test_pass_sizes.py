@@ -1,4 +1,4 @@
-"""The notice about RL runs with one sample per micro-batch, and the advice in it."""
+"""Tests for the notice, and its advice, about RL runs with one sample per micro-batch."""
 
 from __future__ import annotations
 

@@ -431,7 +431,7 @@ def test_report_has_row_per_stage_and_confidence_intervals_over_seeds(tmp_path: 
 
 
 def test_results_trained_by_later_stages_keep_float32_weights(tmp_path: Path) -> None:
-    """Adapters and merged models keep them too, unless the pipeline file sets the flag."""
+    """Adapters and merged models keep float32 weights too, unless the file sets the flag."""
     file = tmp_path / "chain.yaml"
     data = "data.dataset: d.jsonl"
     file.write_text(

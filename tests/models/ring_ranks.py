@@ -1,4 +1,4 @@
-"""Compares ring attention with dense float64 attention. test_ring.py runs it as four processes."""
+"""Compares ring attention with dense float64 attention, on the four ranks of test_ring.py."""
 
 from itertools import product
 

@@ -307,7 +307,7 @@ def test_error_for_a_missing_or_tied_target_module_lists_the_available_names(
 
 
 def test_adapted_output_layer_matches_plain_transformers_scores(tmp_path: Path) -> None:
-    """The output layer is named, because `all-linear` does not adapt it."""
+    """The test names the output layer, which `all-linear` does not adapt."""
     path = save_tiny_model(tmp_path, "llama")
     hf = moved(
         load_causal_lm(

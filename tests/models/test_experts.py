@@ -1,4 +1,4 @@
-"""The load-balancing loss of mixtures of experts and its gradient, packed and padded.
+"""Tests for the load-balancing loss of mixtures of experts, with packed and padded rows.
 
 The loss is compared with Transformers' own.
 """

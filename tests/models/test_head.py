@@ -23,7 +23,7 @@ ROWS, WIDTH, VOCABULARY = 48, 32, 1024
 class Adapter(nn.Module):
     """A wrapper around a linear layer that computes y = W x + b + 2 · B A x.
 
-    Like PEFT's adapters, it exposes the wrapped layer's weight.
+    Like PEFT's adapters, the wrapper exposes the wrapped layer's weight.
     """
 
     def __init__(self, base: nn.Linear) -> None:

@@ -44,7 +44,7 @@ LINEAR_HEADS = {
     "num_hidden_layers": 4,
 }
 MAMBA_HEADS = {"mamba_d_head": 16, "mamba_d_state": 16, "mamba_n_groups": 1, "mamba_chunk_size": 16}
-# Architectures whose packed rows would mix documents, with the settings that cause it.
+# Architectures that would mix packed documents, with the settings that cause the mixing.
 MIXING: dict[str, dict[str, Any]] = {
     "lfm2": {
         "layer_types": ["conv", "full_attention"],
@@ -96,7 +96,7 @@ def random_model(kind: str, *, packing: bool, **changes: Any) -> PreTrainedModel
 def test_model_that_mixes_packed_documents_is_rejected(kind: str, dtype: torch.dtype) -> None:
     """The same model passes the check with padded rows.
 
-    Mixing hardly changes a random model's outputs, but the gradient reveals it in any dtype.
+    Mixing hardly changes a random model's outputs, but it changes the gradient in any dtype.
     """
     hf = random_model(kind, packing=True, **MIXING[kind]).to(dtype)
     with pytest.raises(

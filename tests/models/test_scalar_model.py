@@ -103,7 +103,7 @@ def test_scores_match_transformers_with_padding_on_either_side(side: str) -> Non
     with torch.no_grad():
         scores = last_token_scores(model(tokens, offsets).values, offsets)
         expected = model.hf(input_ids=ids, attention_mask=mask).logits[:, 0]
-    # Transformers computes rotary angles in float32, and left padding shifts them.
+    # Transformers computes rotary angles in float32, and left padding shifts the angles.
     torch.testing.assert_close(scores, expected, atol=1e-7, rtol=0)
 
 
@@ -303,7 +303,7 @@ def test_packing_and_dtype_are_set_by_flags(tmp_path: Path) -> None:
     model = load_scalar(spec(save_tiny_model(tmp_path), packing=True, param_dtype="bf16"))
     assert model.packing
     assert {p.dtype for p in model.hf.get_decoder().parameters()} == {torch.bfloat16}
-    # The training engine rounds a new head but keeps its exact values too.
+    # The training engine rounds a new head but also keeps the head's exact values.
     assert head_of(model).dtype == torch.float32
     tokens, offsets = batch()
     values = model(tokens, offsets).values

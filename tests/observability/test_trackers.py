@@ -12,7 +12,7 @@ from openrlhf.config.options import ConfigError
 from openrlhf.config.shared import LoggerConfig, WandbConfig
 from openrlhf.observability.trackers import Trackers, make_trackers
 
-# A fake wandb package that records calls in a file next to its own.
+# A fake wandb package that records calls in a file in its own folder.
 FAKE_WANDB = """
 import json, pathlib
 calls = pathlib.Path(__file__).with_name("calls.jsonl")

@@ -1,6 +1,6 @@
 """Differences between vLLM 0.24 and 0.31, tested with fakes of vLLM's classes.
 
-Only one vLLM version is installed, and this process does not even import it.
+Only one vLLM version is installed, and the test process does not import that version.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ class Output:
 class Client:
     """A fake of vLLM's AsyncLLM and of its engine-core client.
 
-    Outputs arrive in a queue, from which a slow handler takes them.
+    A slow handler takes the core's outputs from a queue.
     """
 
     errored = False

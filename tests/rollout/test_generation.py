@@ -123,7 +123,7 @@ Draw = Callable[..., tuple[list[Trajectory], dict[str, float]]]
 
 @pytest.fixture
 def rollout(engines) -> Draw:
-    """Generate samples with the named engines, and return them with their cost."""
+    """Generate samples with the named engines, and return the samples and the cost."""
 
     def draw(kinds: str, prompts: Sequence[Prompt], spec: SamplingSpec = SPEC):
         if "speculating" in kinds and "speculating" not in KINDS:

@@ -1,4 +1,4 @@
-"""Requests to the server and its responses. The model's score for a text is the text's length."""
+"""Tests for the reward server's responses. The model's score for a text is the text's length."""
 
 from __future__ import annotations
 

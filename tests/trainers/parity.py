@@ -1,7 +1,7 @@
-"""Compares losses, gradients and weights of a few steps on several ranks with those in one process.
+"""Compares a few training steps on several ranks with the same steps in one process.
 
-The data is divided among ranks that share neither sequences nor layers. The ranks are forked from a
-process that has imported the libraries.
+Losses, gradients and weights are compared. The data is divided among ranks that share neither
+sequences nor layers. The ranks are forked from a process that has imported the libraries.
 """
 
 from __future__ import annotations
@@ -51,12 +51,12 @@ class Case:
 
     @property
     def layout(self) -> str:
-        """The layout, as it is written in the table of results."""
+        """The layout, as written in the table of results."""
         return f"DP{self.ranks // (self.sp * self.tp)} TP{self.tp} SP{self.sp} ZeRO {self.zero}"
 
     @property
     def settings(self) -> str:
-        """All settings besides layout and ZeRO stage, as written in the table of results."""
+        """All settings other than layout and ZeRO stage, as written in the table of results."""
         words = [self.model, self.task]
         if self.optim == "adam":
             words.append("AdamW")
@@ -176,7 +176,7 @@ def compare(cases: Iterable[Case], folder: Path) -> dict[Case, Errors | str]:
 
 def run_all(cases: Iterable[Case], folder: Path) -> dict[Case, dict[str, Any] | str]:
     """Run the cases, sharing processes between cases with the same numbers of ranks."""
-    # After an engine with tensor parallelism, DeepSpeed cannot build one without it.
+    # DeepSpeed cannot build an ordinary engine after a tensor-parallel engine.
     worlds: dict[tuple[int, int], list[Case]] = {}
     for case in cases:
         worlds.setdefault((case.ranks, case.tp), []).append(case)

@@ -316,7 +316,7 @@ class Workers:
 
 
 def row_lengths(rows: Any) -> torch.Tensor:
-    """Return each token's row length, or 0 for tokens outside the loss mask, if there is one."""
+    """Return each token's row length, or 0 for tokens that a loss mask excludes."""
     column = rows.lengths.repeat_interleave(rows.lengths).float()
     return column * rows.loss_mask if isinstance(rows, TokenRows) else column
 

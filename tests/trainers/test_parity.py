@@ -11,7 +11,7 @@ from tests.ranks import ROOT
 
 
 def test_every_layout_of_ranks_gives_the_same_result_as_one_process(tmp_path: Path):
-    # This runs in its own process, because ranks must be forked before any thread is started.
+    # The ranks must be forked before any thread is started, hence the separate process.
     command = [sys.executable, "-m", "tests.trainers.parity", str(tmp_path)]
     finished = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=500)
     assert finished.returncode == 0, finished.stdout + finished.stderr[-4000:]

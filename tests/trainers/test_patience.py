@@ -1,7 +1,7 @@
 """Tests for --eval.patience in both training loops: when a run ends and which weights it exports.
 
-A resumed run ends at the same step as an uninterrupted one. The model is a single number, the step
-that produced it. Evaluation results are predefined.
+A resumed run ends at the same step as an uninterrupted one. The model is a single number: the step
+that produced the model. Evaluation results are predefined.
 """
 
 from __future__ import annotations
@@ -258,7 +258,7 @@ LOSSES = [3.0, 2.0, 2.5, 1.0, 1.5, 1.0, 1.2, 0.5]
 def test_supervised_run_stops_early_and_exports_the_best_weights(
     tmp_path: Path,
 ) -> None:
-    """The best evaluation is at step 4; those after steps 5, 6 and 7 are not better."""
+    """The best evaluation is at step 4; the evaluations after steps 5, 6 and 7 are not better."""
     trainer = Supervised(tmp_path, LOSSES, patience=3)
     trainer.fit()
     assert trainer.log.evaluated == [1, 2, 3, 4, 5, 6, 7]

@@ -144,7 +144,7 @@ def run_all(cases: list[Case], folder: Path) -> dict[Case, list[dict[str, Tensor
     for kind in {case.model for case in cases}:
         save_tiny_model(folder / kind, kind, seed=1)
     torch.save(cases, folder / "cases.pt")
-    # This runs in its own process, because ranks must be forked before any thread is started.
+    # The ranks must be forked before any thread is started, hence the separate process.
     command = [
         sys.executable,
         "-m",
@@ -165,7 +165,7 @@ def main() -> None:
     cases: list[Case] = torch.load(sys.argv[1], weights_only=False)
     folder = Path(sys.argv[2])
     for ranks in sorted({case.ranks for case in cases}):
-        # After an engine with tensor parallelism, DeepSpeed cannot build one without it.
+        # DeepSpeed cannot build an ordinary engine after a tensor-parallel engine.
         members = sorted((case for case in cases if case.ranks == ranks), key=lambda case: case.tp)
         fork_ranks(ranks, run_cases, members, folder, folder / f"results-{ranks}.pt")
 

@@ -93,7 +93,7 @@ def masters_in(engine: TrainEngine) -> dict[str, Tensor]:
 def averaged(strategy: Strategy, path: str) -> dict[str, Any]:
     """Return the master weights before and after each of two steps, and the weights of an export.
 
-    The master weights and rounded weights of the export are those of the EMA.
+    The export contains the EMA's master weights and rounded weights.
     """
     optimizer = replace(OPTIMIZER, adam=AdamConfig(lr=1e-5))
     engine = TrainEngine(

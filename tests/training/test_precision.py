@@ -140,7 +140,7 @@ def test_steps_smaller_than_bfloat16_spacing_accumulate_in_every_zero_stage(
 def test_master_weights_of_a_new_engine_are_not_rounded(
     models: Path, measured: Measured, case: Case
 ) -> None:
-    """A float32 run initializes the same adapters and heads, so these can be compared too."""
+    """A float32 run initializes the same adapters and heads, so these weights are comparable too."""
     kind, stored, _, _ = case
     found = measured(case)
     check(found, models / stored, kind)
@@ -188,7 +188,7 @@ def test_dpo_in_bfloat16_learns_like_float32_under_autocast(
 
 
 def autocast_losses(path: Path) -> list[float]:
-    """Return the same losses, computed by a plain autocast loop."""
+    """Return the DPO losses of a plain autocast loop."""
     model = AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32)
     optimizer = torch.optim.AdamW(
         model.parameters(), lr=DPO_RATE, betas=(0.9, 0.95), weight_decay=0.0

@@ -105,7 +105,7 @@ def test_run_resumes_in_a_different_layout(
 ) -> None:
     model = save_tiny_model(tmp_path / "model", kind)
     folders = [tmp_path / f"{number} (1+)" for number in range(len(changes))]
-    # After an engine with tensor parallelism, DeepSpeed cannot build one without.
+    # DeepSpeed cannot build an ordinary engine after a tensor-parallel engine.
     worlds: dict[tuple[bool, int, int], list[Fields]] = {}
     for folder, (before, after) in zip(folders, changes, strict=True):
         start = worlds.setdefault((False, before["ranks"], before.get("tp", 1)), [])

@@ -1,9 +1,9 @@
 """Records of `make verify`: the last outcome of every test marked `verify`.
 
 A record contains the commit and the date. `Verified` is a pytest plugin that tests/conftest.py
-registers. It writes each outcome as soon as the test ends, so that an aborted session loses
-nothing, and skips tests that have already passed on the same code. `--shard 2/5` selects one of
-five parts of the tests, all of which take about the same time.
+registers. The plugin writes each outcome as soon as the test ends, so that an aborted session loses
+nothing, and skips tests that have already passed on the same code. `--shard 2/5` selects one of five
+parts of the tests, all of which take about the same time.
 """
 
 from __future__ import annotations

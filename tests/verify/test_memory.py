@@ -24,7 +24,7 @@ CASES = (
 
 @pytest.mark.timeout(1200)
 def test_measured_memory_is_within_ten_percent_of_the_prediction(tmp_path: Path) -> None:
-    # This runs in its own process, because ranks must be forked before any thread is started.
+    # The ranks must be forked before any thread is started, hence the separate process.
     records = tmp_path / "memory.jsonl"
     command = [sys.executable, "-m", "benchmarks.memory", "measure", "--case", *CASES]
     command += ["--models", str(tmp_path), "--records", str(records)]

@@ -42,7 +42,8 @@ COMMAND = re.compile(r"(?:\bopenrlhf |openrlhf\.cli\.)(?:train_)?(\w+)")
 class Sequence:
     """Blocks of commands that run in one folder.
 
-    A block is identified by its page and a string in it. `flags` are appended to the commands.
+    A block is identified by its page and a string in the block. `flags` are appended to the
+    commands.
     """
 
     blocks: tuple[tuple[str, str], ...]

@@ -83,7 +83,7 @@ def cases_of(layout: str) -> list[Case]:
 @pytest.mark.timeout(3600)
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_training_in_a_layout_equals_training_in_one_process(layout: str, tmp_path: Path) -> None:
-    # This runs in its own process, because ranks must be forked before any thread is started.
+    # The ranks must be forked before any thread is started, hence the separate process.
     out = tmp_path / "errors.json"
     command = [sys.executable, "-m", "tests.verify.test_parity", layout, str(tmp_path), str(out)]
     subprocess.run(command, cwd=ROOT, check=True)

@@ -61,7 +61,7 @@ class Worker:
         return LoadReport(unwritten=(), stale=())
 
     def holds(self, tensors: Mapping[str, Tensor]) -> bool:
-        """Return whether the worker has loaded these tensors and no others."""
+        """Return whether the worker has loaded exactly these tensors."""
         if self.loaded.keys() != tensors.keys():
             return False
         return all(torch.equal(self.loaded[name], tensor) for name, tensor in tensors.items())

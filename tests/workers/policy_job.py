@@ -33,12 +33,12 @@ from openrlhf.workers.policy import PolicyUpdate, PolicyWorker
 from tests.loading import load_spec
 
 LENGTHS = [5, 9, 4, 12, 7, 3, 10, 6, 8]
-BATCH_SIZE = 4  # 4, 4 and 1 rows per step: with two ranks, one has no row in the last step
+BATCH_SIZE = 4  # 4, 4 and 1 rows per step: with two ranks, one rank has no row in the last step
 TEMPERATURE = 0.8
 KL_COEF, ENTROPY_COEF, PTX_COEF, CLIP = 0.1, 0.05, 0.3, 0.2
 BAND = (0.7, 0.95)  # bounds of π_old ÷ π_rollout, whose logarithm is −0.2 ± 0.3 here
 MAX_RESPONSE = 16  # the divisor L in constant aggregation
-# Pretraining text. With two ranks, one of them has a single row.
+# Pretraining text. With two ranks, one rank has a single row.
 TEXTS = [[5, 9, 7, 30, 11], [12, 8], [40, 41, 42, 43, 44, 45, 46]]
 # A large epsilon makes AdamW nearly linear in the gradient.
 # Weights can therefore be compared as tightly as gradients.

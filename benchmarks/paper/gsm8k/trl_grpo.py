@@ -4,7 +4,7 @@ Runs in the environment of install.sh:
 
     python -m benchmarks.paper.gsm8k.trl_grpo --model MODEL --prompts FILE --steps 13 --gpus 1
 
-With several GPUs, start it with `accelerate launch --module` and one process per GPU.
+With several GPUs, start the script with `accelerate launch --module` and one process per GPU.
 """
 
 from __future__ import annotations

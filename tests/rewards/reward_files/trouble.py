@@ -1,4 +1,4 @@
-"""Functions that misbehave, and a few that report on their process."""
+"""Functions that misbehave, and functions that return information about their process."""
 
 import asyncio
 import ctypes
