@@ -1,4 +1,4 @@
-"""Import directions from docs/architecture.md, function lengths and density of every module."""
+"""Tests for import directions (docs/architecture.md), function lengths and code density."""
 
 from __future__ import annotations
 

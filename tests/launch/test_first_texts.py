@@ -33,7 +33,7 @@ from tests.tiny import save_tiny_model, tiny_config
 
 
 def tokenizer_that_decodes() -> PreTrainedTokenizerFast:
-    """Return a tokenizer with known ids that joins decoded tokens without spaces."""
+    """Return a tokenizer that has known ids and joins decoded tokens without spaces."""
     tokenizer = build_tokenizer(PLAIN_CHAT, eos="<|end|>")
     tokenizer.backend_tokenizer.decoder = Fuse()
     return tokenizer
@@ -46,7 +46,7 @@ BAD = [CHAT[0], {"role": "assistant", "content": "no"}]
 
 @pytest.fixture(scope="module")
 def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Save a language model with the tokenizer that has known ids."""
+    """Save a language model with a tokenizer whose token ids are known."""
     folder = tmp_path_factory.mktemp("model")
     tokenizer = tokenizer_that_decodes()
     AutoModelForCausalLM.from_config(

@@ -1,4 +1,4 @@
-"""The layout check, which detects unsupported models by their outputs instead of their names."""
+"""Tests for the layout check, which detects unsupported models by their outputs, not names."""
 
 from __future__ import annotations
 

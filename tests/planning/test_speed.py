@@ -24,7 +24,7 @@ def seconds(configure: Configure, line: str) -> dict[str, float]:
 
 
 def test_dpo_step_includes_the_reference_forward_pass(configure: Configure) -> None:
-    """A forward pass of the reference takes a third of the policy's forward and backward pass."""
+    """The reference's forward pass takes a third of the policy's forward and backward passes."""
     for flags in ("", "--ds.lora.rank 8"):
         found = seconds(configure, f"{DPO} {flags}")
         passes = 2 if flags else 3

@@ -84,7 +84,7 @@ def test_fleet_fails_after_max_restarts_if_the_cluster_never_answers(
         fleet.check()
 
 
-def test_engine_lost_right_after_its_refit_is_not_up(
+def test_engine_lost_right_after_its_refit_does_not_count_as_up(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     fleet = Unstable(monkeypatch, unanswered=0)

@@ -54,7 +54,7 @@ SPEC = SamplingSpec(
 if Version(installed("vllm").version) < Version("0.25"):
     # This vLLM version passes its CPU kernel an argument that the kernel does not accept.
     del KINDS["speculating"]
-# Prompts of six cache blocks and eight tokens, all different.
+# Distinct prompts, each of which has six cache blocks and eight more tokens.
 PROMPTS = [
     Prompt(index=i, text="", tokens=[4 + (j * (i + 3) + j // 7) % 44 for j in range(200)])
     for i in range(4)

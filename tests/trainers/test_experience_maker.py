@@ -220,7 +220,7 @@ def test_prompts_with_one_sample_have_no_reward_spread() -> None:
 
 def test_teacher_advantage_of_each_token_uses_only_its_own_log_ratio() -> None:
     old, teacher = torch.full((11,), -1.0), torch.full((11,), -1.0)
-    # Tokens that became more likely or less likely, and one whose KL is clipped to 10 nats.
+    # One token is more likely, one is less likely, and one has a KL that is clipped to 10 nats.
     teacher[1], teacher[2], teacher[4] = -0.5, -3.0, -500.0
     columns = {"old_logprobs": old, "teacher_logprobs": teacher}
     experience, metrics = credited(

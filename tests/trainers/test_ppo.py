@@ -433,7 +433,7 @@ def test_resumed_run_without_an_optimizer_step_exports_the_restored_model() -> N
     assert notes.events[-1] == "export"
 
 
-def test_time_of_a_failed_save_is_counted() -> None:
+def test_time_spent_on_a_failed_save_is_counted() -> None:
     class FullDisk:
         def begin(self, step: int, **_: bool) -> Any:
             raise CheckpointError("no space left")

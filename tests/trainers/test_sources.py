@@ -161,7 +161,7 @@ def test_consumed_counts_the_prompts_of_yielded_steps(source: Make) -> None:
     assert (made.consumed, made.epoch) == (14, 1)
 
 
-def test_worker_processes_do_not_change_the_order(source: Make) -> None:
+def test_worker_processes_do_not_change_the_prompt_order(source: Make) -> None:
     assert drawn(source(num_workers=2)) == drawn(source())
 
 

@@ -50,7 +50,7 @@ OFFLOADED: list[Case] = [
 AVERAGED: list[Case] = [("averaged", "float32", stage, "plain") for stage in (1, 2, 3)]
 PREFERRED: list[Case] = [("preferred", "float32", stage, "plain") for stage in (1, 2, 3)]
 EVERY_CASE = EVERY_STAGE + OTHER_FILES + OFFLOADED + AVERAGED + PREFERRED
-# Cases that always run: a policy in every stage, and everything else only with the most sharding.
+# Cases that always run: a policy at every ZeRO stage, and all other kinds at the highest stage.
 QUICK = [
     case
     for case in EVERY_CASE
@@ -140,7 +140,7 @@ def test_steps_smaller_than_bfloat16_spacing_accumulate_in_every_zero_stage(
 def test_master_weights_of_a_new_engine_are_not_rounded(
     models: Path, measured: Measured, case: Case
 ) -> None:
-    """A float32 run initializes the same adapters and heads, so these weights are comparable too."""
+    """A float32 run initializes the same adapters and heads, so both can be compared too."""
     kind, stored, _, _ = case
     found = measured(case)
     check(found, models / stored, kind)

@@ -2,8 +2,8 @@
 
 A record contains the commit and the date. `Verified` is a pytest plugin that tests/conftest.py
 registers. The plugin writes each outcome as soon as the test ends, so that an aborted session loses
-nothing, and skips tests that have already passed on the same code. `--shard 2/5` selects one of five
-parts of the tests, all of which take about the same time.
+nothing, and skips tests that have already passed on the same code. `--shard 2/5` selects one of
+five parts of the tests, all of which take about the same time.
 """
 
 from __future__ import annotations

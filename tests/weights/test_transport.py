@@ -45,7 +45,7 @@ def new_group(world_size: int = 2, timeout_s: float = 20.0) -> WeightGroup:
 
 @dataclass
 class Worker:
-    """The receiving half of an engine worker, without vLLM, whose loader stores the tensors."""
+    """A fake of an engine worker that receives tensors without vLLM and stores them."""
 
     receiver: WeightReceiver = field(default_factory=WeightReceiver)
     loaded: dict[str, Tensor] = field(default_factory=dict)

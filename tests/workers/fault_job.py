@@ -74,7 +74,7 @@ def settings_with(max_nonfinite: int, load: LoadSpec) -> RoleSettings:
 
 
 def policy_faults(strategy: Strategy, load: LoadSpec) -> dict[str, Any]:
-    """Skip a step, apply one, then break one policy's losses and another policy's gradients."""
+    """Skip one step, apply the next, then break one policy's losses and another's gradients."""
     policy, healthy = (Policy(strategy, settings_with(most, load)) for most in (2, 1))
     clean, broken = batch(), replace(batch(), advantages=poison(batch().advantages, NAN))
     step(healthy, clean)
