@@ -191,8 +191,9 @@ class _Samples:
         follows, _, _, place = max(matching)
         if not follows:
             self.notices["other context"] = (
-                "the tokens before an action in observation_tokens differ from the prompt from "
-                "which the engine sampled it, so its log-probabilities are not the policy's"
+                "the tokens before an action in observation_tokens differ from the prompt that "
+                "the engine sampled the action from, so the action's log-probabilities are not "
+                "the policy's"
             )
         sample: Generation = self.unused.pop(-place).answer
         if sample.finish_reason not in FINISHED:
@@ -224,7 +225,7 @@ def _check_ranges(ranges: Sequence[Sequence[int]], length: int) -> None:
         raise EpisodeMistake(
             f"action_ranges start at token 0: {shown(ranges)}. The policy cannot sample the first "
             "token, because nothing precedes it. Positions are counted from the beginning of "
-            "observation_tokens, which include the prompt"
+            "observation_tokens, which includes the prompt"
         )
 
 

@@ -143,9 +143,9 @@ class Conversation:
         count = len(before.messages)
         first_difference = in_common(inputs.messages, before.messages)
         if first_difference < count:
-            return f"its message {first_difference} differs from the last request"
+            return f"message {first_difference} differs from the previous request"
         if len(inputs.messages) <= count or not _is_copy(inputs.messages[count], self._reply):
-            return f"its message {count} is not the unchanged reply to the last request"
+            return f"message {count} is not the unchanged reply to the previous request"
         if self._renders_differently(inputs, before):
             return "its tools or chat_template_kwargs change text that the policy has already read"
         return None

@@ -196,7 +196,10 @@ def load_executor(path: Path) -> AgentExecutorBase:
     module = load_file(path)
     kind = getattr(module, "AgentExecutor", None)
     if kind is None and inspect.iscoroutinefunction(getattr(module, "step", None)):
-        notice(f"{path} defines a function step, as for releases up to 0.8.6. It will be wrapped.")
+        notice(
+            f"{path} defines a function step, as required by releases up to 0.8.6. The "
+            "function will be wrapped."
+        )
         return executor_of_step(module.step)
     if not (inspect.isclass(kind) and issubclass(kind, AgentExecutorBase)):
         own: list[str] = []

@@ -64,8 +64,8 @@ def combine(config: CombinerConfig) -> None:
         if gap:
             raise UserError(
                 f"--lora_path {folder} was not merged into --model_path {config.model_path}, "
-                "because the merge changes the logits: those of the merged and the unmerged model "
-                f"are {gap.text}."
+                "because merging changes the logits. The logits of the merged and the unmerged "
+                f"model are {gap.text}."
             )
     say(
         f"Wrote the merged model to {config.output_path} in {config.ds.param_dtype} "

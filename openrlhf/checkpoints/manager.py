@@ -211,9 +211,9 @@ class CheckpointManager:
     def _failed(self, tag: str, reason: object) -> CheckpointError:
         older = ", ".join(checkpoint.tag for checkpoint in self.checkpoints())
         return CheckpointError(
-            f"{tag} could not be written to --ckpt.path {self.root}: {reason}. Older "
-            f"checkpoints that are kept: {older or 'none'}. Free some disk space, choose a "
-            f"different --ckpt.path, or lower --ckpt.max_num (now {self.max_num})."
+            f"{tag} could not be written to --ckpt.path {self.root}: {reason}. Older checkpoints "
+            f"are kept: {older or 'none'}. Free some disk space, choose a different --ckpt.path, "
+            f"or lower --ckpt.max_num (now {self.max_num})."
         )
 
     def _seal(

@@ -104,8 +104,8 @@ def compare_reloaded(folder: Path, model: PreTrainedModel, trained: TrainedState
     free = free_memory()
     if free < ROOM * size:
         notice(
-            f"The export in {folder.parent} was not loaded again and compared with the trained "
-            f"model, because the model takes {size / GIB:.3g} GiB and this machine has only "
+            f"The export in {folder.parent} was not reloaded and compared with the trained model, "
+            f"because the model takes {size / GIB:.3g} GiB and this machine has only "
             f"{free / GIB:.3g} GiB of free memory."
         )
         return

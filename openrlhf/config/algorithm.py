@@ -32,7 +32,7 @@ class AdvantageConfig(Section):
     is_correction_level: str = option(
         "off",
         "Correct the loss for differences between the engine's and the trainer's probabilities. "
-        "token, seq: compare each token, or the mean over each answer, with the threshold. "
+        "token: compare each token with the threshold. seq: the mean over each answer. "
         "seq-product: the product of the answer's ratios.",
         choices=("off", "token", "seq", "seq-product"),
     )
@@ -89,7 +89,7 @@ class KLConfig(Section):
     )
     unbiased_gradient: bool = option(
         False,
-        "Give the KL in the loss the gradient of the KL itself, whatever the estimator.",
+        "Use the gradient of the KL itself for the KL term in the loss, whatever the estimator.",
     )
     target: float | None = option(
         None, "Adapt the coefficient to keep the KL near this value, in nats per token.", gt=0

@@ -160,8 +160,8 @@ class RecordedCommand(ModelCommand):
             )
         if template and "\\n" in template:
             yield (
-                "--data.input_template has a backslash and an n, not a line break. In bash, write "
-                "a line break as $'\\n'."
+                "--data.input_template contains a backslash followed by an n, not a line break. "
+                "In bash, write a line break as $'\\n'."
             )
 
 

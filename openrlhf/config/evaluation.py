@@ -136,8 +136,8 @@ class EvaluationConfig(EngineCommand, RecordedCommand):
         reward, agent = self.reward, self.train.agent_func_path
         if bool(against.model_name_or_path) == bool(against.answer_key):
             yield (
-                "<task> compares with one other source of answers: set either "
-                "--against.model_name_or_path, or their dataset column with --against.answer_key."
+                "<task> compares the answers with those of one other source: set either "
+                "--against.model_name_or_path, or a dataset column with --against.answer_key."
             )
         if bool(judge.url) == sampling_rules.is_rewarded(reward, agent):
             yield (
@@ -151,8 +151,7 @@ class EvaluationConfig(EngineCommand, RecordedCommand):
             )
         if judge.url and reward.on_error not in ("fail", "drop"):
             yield (
-                "<reward.on_error> is a reward, which cannot replace a verdict of <judge.url>: use "
-                "fail or drop."
+                "<reward.on_error> sets a reward, but <judge.url> gives verdicts: use fail or drop."
             )
         if judge.url and not judge.model:
             yield "<judge.url> may serve several models: choose one with --judge.model."

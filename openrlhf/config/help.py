@@ -46,7 +46,7 @@ def help_text(root: type[Any], command: str, *, topic: str = "") -> str:
         if topic.lower() in text.lower() or flag.name in of_method:
             found.append(flag)
     if not found:
-        return f"{command} has no flag with {topic} in its text or choices: try --help all."
+        return f"{command} has no flag whose text or choices contain {topic}: try --help all."
     return "\n".join(_entries_by_section(found, refused))
 
 

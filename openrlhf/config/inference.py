@@ -231,7 +231,7 @@ class BatchInferenceConfig(EngineCommand, RecordedCommand):
         if self.post_processor == "csft" and not is_complete:
             yield "<reward_template> needs both {input} and {reward}."
         if self.reward.process_model:
-            yield "<reward.process_model> scores answers only while they are sampled: leave it out."
+            yield "<reward.process_model> can only score answers during sampling: leave it out."
         if self.samples_answers:
             yield from self.engine_violations()
             return

@@ -102,7 +102,7 @@ class RLTrainConfig(shared.ProcessConfig, shared.TrainConfig):
     )
     max_restarts: int = option(
         0,
-        "Maximum restarts of the run after a worker, or a Ray instance that it started, dies.",
+        "Maximum restarts of the run after a worker or a Ray instance started by the run dies.",
         ge=0,
     )
     publish_timeout: float = option(

@@ -21,5 +21,5 @@ class PlanConfig(Command):
         "unset: this machine.",
     )
     longest: bool = option(False, "Find the largest --data.max_len that fits.")
-    speed: bool = option(False, "Estimate the seconds and the communication of a step.")
+    speed: bool = option(False, "Estimate the duration in seconds and the communication of a step.")
     json: bool = option(False, "Print JSON.")

@@ -101,7 +101,7 @@ def kl_notices(config: RLFlags) -> Iterator[str]:
             )
     if kl.stop_update and config.samples * train.max_epochs <= train.batch_size:
         yield (
-            "--algo.kl.stop_update has no effect: each batch is trained on in one optimizer step, "
+            "--algo.kl.stop_update has no effect: each batch is used for a single optimizer step, "
             "so there are no later steps to skip."
         )
 
@@ -136,7 +136,7 @@ def engine_notices(config: RLFlags) -> Iterator[str]:
     if vllm.quantization and not config.algo.advantage.corrects:
         yield (
             "With <vllm.quantization>, samples come from quantized weights, which differ from the "
-            "policy's: --algo.advantage.is_correction_level corrects the loss for this."
+            "policy's: --algo.advantage.is_correction_level corrects the loss for this difference."
         )
 
 
@@ -155,5 +155,6 @@ def staleness_notices(config: RLFlags) -> Iterator[str]:
     if (ahead or train.async_enable) and not (config.algo.advantage.corrects or rollout.only):
         yield (
             "Samples may come from older weights (in asynchronous runs, <train.max_staleness>), "
-            "and the loss is not corrected for this: set --algo.advantage.is_correction_level."
+            "and the loss is not corrected for the difference: set "
+            "--algo.advantage.is_correction_level."
         )

@@ -194,8 +194,8 @@ def rollout_violations(config: RLFlags) -> Iterator[str]:
     rollout = config.rollout
     if rollout.temperature == 0:
         yield (
-            "<rollout.temperature> is greedy decoding, which gives no log-probabilities to train "
-            "on. Use a value above 0. Evaluation may be greedy (--eval.temperature 0)."
+            "<rollout.temperature> selects greedy decoding, which gives no log-probabilities to "
+            "train on. Use a value above 0. Evaluation may be greedy (--eval.temperature 0)."
         )
     if rollout.only and rollout.replay_dir:
         yield (
@@ -305,8 +305,8 @@ def _shared_device_violations(config: RLFlags) -> Iterator[str]:
             size = (used[first].num_nodes, used[first].num_gpus_per_node)
             if size != (used[other].num_nodes, used[other].num_gpus_per_node):
                 yield (
-                    f"{' and '.join(flags)} requires equal sizes, but they are <{first}.num_nodes> "
-                    f"<{first}.num_gpus_per_node> and <{other}.num_nodes> "
+                    f"{' and '.join(flags)} requires equal sizes, but the sizes are "
+                    f"<{first}.num_nodes> <{first}.num_gpus_per_node> and <{other}.num_nodes> "
                     f"<{other}.num_gpus_per_node>."
                 )
                 return

@@ -44,7 +44,7 @@ class VLLMConfig(Section):
         "Enable prefix caching; always on with agents or several samples per prompt.",
     )
     disable_prefix_caching: bool = option(
-        False, "Disable prefix caching, whatever the other flags say."
+        False, "Disable prefix caching, regardless of other flags."
     )
     enable_sleep: bool = option(False, "Free GPU memory between rollouts.")
     sync_backend: str = option("nccl", "Transport for weight updates; gloo without GPUs.")
@@ -151,8 +151,9 @@ class RuleConfig(Section):
     )
     verifier: str | None = option(
         None,
-        "Built-in check of a response. Labels for math: the answer; code: tests as JSON; format: a "
-        "regular expression (none: <think> once, then an answer); length: words, such as 100-200.",
+        "Built-in check of a response. Expected labels: for math, the answer; for code, tests as "
+        "JSON; for format, a regular expression (default: <think> once, then an answer); for "
+        "length, a range of words such as 100-200.",
         choices=("math", "code", "format", "length"),
     )
     batch: bool = option(False, "Call the function once per group of samples.")
@@ -168,7 +169,9 @@ class RuleConfig(Section):
     workers: int = derived(
         "Processes that run reward and agent code; unset: the number of CPU cores.", ge=1
     )
-    memory_gib: float = option(4.0, "Memory limit in GiB for each of these processes.", gt=0)
+    memory_gib: float = option(
+        4.0, "Memory limit in GiB for each process that runs reward or agent code.", gt=0
+    )
 
     @property
     def needs_labels(self) -> bool:
@@ -302,8 +305,8 @@ class PlacementConfig(Section):
 
     cluster: str | None = option(
         None,
-        "Plan for this cluster instead of the current one; requires dry_run. With the kind of GPU, "
-        "as in 2x8xH100-80GB, also plan its memory.",
+        "Plan for this cluster instead of the current one; requires dry_run. If the kind of GPU "
+        "is given, as in 2x8xH100-80GB, also plan the GPU memory.",
         metavar="NODESxGPUS",
         saved=False,
     )

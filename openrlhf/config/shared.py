@@ -58,7 +58,7 @@ class WandbConfig(Section):
 
     key: str | None = option(
         None,
-        "API key, never saved. Any text if you are already logged in.",
+        "API key, which is never saved. If you are already logged in, pass any text.",
         saved=False,
         secret=True,
     )

@@ -84,7 +84,7 @@ def check_columns(rows: Any, needed: Mapping[str, str | None]) -> None:
         if column is not None and column not in columns:
             fix = f"Set {flag} to one of them."
             if len(rows) == 1:
-                fix = "It has one row: if this row lists the rows, write the list to its own file."
+                fix = "If its only row contains the list of rows, write this list to its own file."
             for name in columns:
                 if name.strip().lower() == column.strip().lower():
                     fix = (

@@ -307,8 +307,8 @@ def dated_template(tokenizer: PreTrainedTokenizerBase) -> list[Finding]:
     moment: str = vars(tokenizer).get(MOMENT) or now()
     seen = (
         f"The chat template inserts the date ({NAME}). This run renders every row with "
-        f"{moment.partition('T')[0]}, the day it was first started. A run or an engine started on "
-        "another day uses a different date."
+        f"{moment.partition('T')[0]}, the day on which the run was first started. A run or an "
+        "engine started on another day uses a different date."
     )
     fix = (
         "To use the same date everywhere, hard-code it in the template: "

@@ -184,7 +184,7 @@ def recognise(rows: Dataset, config: Any, *kinds: str, answers: str = "output_ke
             typed += f" --data.{flag}" if value is True else f" --data.{flag} {value}"
     seen = f"Detected dataset layout:{typed}."
     if given and named == "auto":
-        notice(f"{seen} It is not applied, because you set --data.*_key flags.")
+        notice(f"{seen} The layout is not applied, because you set --data.*_key flags.")
         return data
     notice(f"{seen} To use the column flags instead, pass --data.layout columns.")
     return replace(data, **changes)

@@ -191,8 +191,9 @@ def learned_turns(messages: Sequence[Message], *, chosen: bool) -> list[int]:
             learned = message[mark]
             if not chosen or learned not in (0, is_assistant):
                 raise ValueError(
-                    f"message {number} ({message['role']}) has {mark} {learned!r}: it may be false "
-                    "or 0, for assistant turns also true or 1, and needs --data.multiturn"
+                    f"message {number} ({message['role']}) has {mark} {learned!r}: the value must "
+                    "be false or 0 (for assistant turns, also true or 1), and --data.multiturn is "
+                    "required"
                 )
         if learned:
             turns.append(number)

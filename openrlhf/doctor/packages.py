@@ -36,7 +36,7 @@ def other_package() -> list[Finding]:
         Finding(
             f"This environment also contains openrlhf {package.version} from PyPI, in "
             f"{package.locate_file('')}, a different project with the same import name.",
-            "Uninstall it (pip uninstall openrlhf), then reinstall this one.",
+            "Uninstall that package (pip uninstall openrlhf), then reinstall this project.",
             fails=True,
         )
         for package in distributions(name="openrlhf")

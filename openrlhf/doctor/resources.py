@@ -48,7 +48,7 @@ def shared_memory() -> list[Finding]:
         return [Finding(f"{SHM} does not exist{problem}", fix, fails=True)]
     shared = disk_of(SHM).free / GIB
     seen = f"{SHM}: {shared:.2f} GiB are free"
-    fix = "Raise its size (docker run --shm-size 16g or --ipc=host), or remove leftover files."
+    fix = "Increase its size (docker run --shm-size 16g or --ipc=host), or remove leftover files."
     return [verdict(shared >= needed, seen, problem, fix, fails=True)]
 
 
@@ -66,7 +66,7 @@ def disks() -> Iterator[Finding]:
         free = disk_of(existing).free / GIB
         seen = f"{free:.0f} GiB for {purpose} in {folder}"
         problem = f": {existing} is not writable or has less than {DISK_GIB} GiB of free space."
-        fix = "Change its permissions, free some space, or choose another folder."
+        fix = "Change the folder's permissions, free some space, or choose another folder."
         yield verdict(free >= DISK_GIB and os.access(existing, os.W_OK), seen, problem, fix)
 
 
@@ -78,7 +78,7 @@ def limits() -> Iterator[Finding]:
             yield Finding(f"Limit on {name}: none", passes=True)
             continue
         seen = f"Limit on {name}: {limit}"
-        fix = f"Raise it: ulimit {option} {needed}, or in /etc/security/limits.conf."
+        fix = f"Raise the limit: ulimit {option} {needed}, or in /etc/security/limits.conf."
         yield verdict(limit >= needed, seen, f"; Ray needs up to {needed}.", fix)
 
 

@@ -29,7 +29,7 @@ OPTIONAL = {
 def torch() -> Iterator[Finding]:
     """Check torch, CUDA, NCCL, the driver and each GPU."""
     gpus, driver = machine.count_gpus(), nvidia_driver()
-    fix = f"{STACK} The driver must support their CUDA version."
+    fix = f"{STACK} The driver must support the CUDA version of torch and vLLM."
     build, devices = probe("torch", of="torch", fix=fix)
     seen = build
     if driver:
@@ -39,7 +39,7 @@ def torch() -> Iterator[Finding]:
     for name, free, total in devices:
         seen = f"{name}: {free / GIB:.0f} of {total / GIB:.0f} GiB are free"
         problem = "; other processes use the rest."
-        fix = "End them (nvidia-smi lists them), or choose GPUs with CUDA_VISIBLE_DEVICES."
+        fix = "End these processes (see nvidia-smi), or choose GPUs with CUDA_VISIBLE_DEVICES."
         yield verdict(free >= FREE_FRACTION * total, seen, problem, fix)
 
 
@@ -93,7 +93,9 @@ def optional(name: str) -> Iterator[Finding]:
     if package is None:
         yield Finding(f"{name} is not installed{only}", passes=True)
         return
-    yield from library(package, module, f"Reinstall it for this torch, or uninstall it{only}.")
+    yield from library(
+        package, module, f"Reinstall it for this torch version, or uninstall it{only}."
+    )
 
 
 def ray() -> Iterator[Finding]:

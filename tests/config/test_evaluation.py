@@ -44,7 +44,7 @@ def evaluation(line: str) -> EvaluationConfig:
          "--task rm_accuracy evaluates reward models: set --reward.model_name_or_path"),
         (f"--task win_rate {MODEL} {RULE}", "set either --against.model_name_or_path"),
         (f"--task win_rate {MODEL} {RULE} --against.model_name_or_path b --against.answer_key c",
-         "one other source of answers"),
+         "one other source"),
         (f"--task win_rate {MODEL} --against.answer_key c",
          "one way to decide which answer is better"),
         (f"--task win_rate {MODEL} {RULE} --against.answer_key c "
@@ -54,7 +54,7 @@ def evaluation(line: str) -> EvaluationConfig:
         (f"--task win_rate {MODEL} --against.answer_key c --judge.url j --judge.model m",
          "--judge.url j is not an http"),
         (f"--task win_rate {MODEL} --against.answer_key c --judge.url http://j "
-         "--judge.model m --reward.on_error 0", "cannot replace a verdict"),
+         "--judge.model m --reward.on_error 0", "gives verdicts"),
     ],
 )  # fmt: skip
 def test_missing_requirements_of_a_task_are_named(line: str, said: str) -> None:

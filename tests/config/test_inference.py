@@ -57,7 +57,7 @@ BATCH, CHAT = "batch_inference", "interactive_chat"
         (
             BATCH,
             "--reward.process_model p",
-            "--reward.process_model p scores answers only while they are sampled",
+            "--reward.process_model p can only score answers during sampling",
         ),
         (BATCH, "--ds.param_dtype fp16", "--ds.param_dtype fp16 is not supported by engines"),
         (

@@ -553,7 +553,7 @@ def test_error_for_rows_nested_under_a_json_key_suggests_a_separate_file(
     path = tmp_path / "rows.json"
     path.write_text(json.dumps({**rest, "data": [{"input": "a", "output": "b"}] * 3}))
     rows = load_datasets(str(path), split="train", max_samples=10, seed=0)
-    with pytest.raises(DataError, match=r"rows\.json has no column 'input'.*'data'.*one row"):
+    with pytest.raises(DataError, match=r"rows\.json has no column 'input'.*'data'.*only row"):
         SFTDataset(rows, build_tokenizer(), SFTDataConfig(max_len=64, output_key="output"))
 
 
