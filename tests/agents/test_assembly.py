@@ -77,7 +77,7 @@ def test_episode_gets_masks_logprobs_and_weight_versions_from_its_samples(
 
 
 @given(st.lists(TURN, min_size=1, max_size=5), st.integers(1, 30))
-def test_episode_longer_than_the_context_is_cut_and_marked_truncated(
+def test_episode_longer_than_the_context_is_cut_and_marked_as_truncated(
     turns: list[Any], length: int
 ) -> None:
     result, calls = played([0], turns)
@@ -218,7 +218,7 @@ def test_unfinished_sample_fails_the_episode_that_uses_it(
     assert assemble(result, [sample, unused], 100, vocabulary=1000)
 
 
-def test_earlier_conversations_are_assembled_from_samples_of_the_episode() -> None:
+def test_earlier_conversations_are_assembled_from_the_samples_of_the_episode() -> None:
     result, calls = played([0, 1], [([2, 3], [0])])
     last, more = played([0, 2], [([2, 3], []), ([1], [])])
     versions = [replace(each, answer=replace(each.answer, weight_versions=(7,))) for each in more]

@@ -504,7 +504,7 @@ def test_agent_can_catch_rejections_and_use_numpy_numbers_as_parameters(own_loop
     assert (type(params.temperature), params.temperature, trajectory.reward) == (float, 0.5, 1.0)
 
 
-def test_remote_engine_failure_fails_the_episode_as_a_server_failure(
+def test_remote_engine_failure_is_recorded_as_a_server_failure_of_the_episode(
     logs: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv(remote_engines.VARIABLE, "")

@@ -170,7 +170,7 @@ def test_process_with_a_hung_thread_is_replaced(strict: Stand) -> None:
     assert strict.do(strict.play("fine"))["pid"] != before["pid"]
 
 
-def test_cancelled_episode_is_cancelled_in_its_process(stand: Stand) -> None:
+def test_cancelled_episode_is_also_cancelled_in_its_process(stand: Stand) -> None:
     async def cancelled() -> Any:
         asked = asyncio.Event()
         episode = asyncio.create_task(stand.play("fine", generate=never(asked)))

@@ -45,7 +45,7 @@ CLIPS: list[Level] = ["token", "seq", "seq-product"]
 CORRECTIONS += [
     Correction(gating="ratio", level=level, mode="clip", low=0.5, high=2.0) for level in CLIPS
 ]
-# One (log-ratio, was sampled) pair per token of a row; multiples of ⅛ add up exactly.
+# A row is a list of (log-ratio, is sampled) pairs; multiples of ⅛ add up exactly.
 rows = st.lists(
     st.tuples(st.integers(-24, 24).map(lambda n: n / 8), st.booleans()), min_size=1, max_size=8
 )

@@ -274,7 +274,7 @@ def test_dual_clip_only_bounds_the_loss_of_negative_advantages(
 @pytest.mark.parametrize(
     ("value", "target", "expected"),
     [
-        (1.3, 2.0, 0.5 * 0.49),  # within ±0.5 of the old value 1
+        (1.3, 2.0, 0.5 * 0.49),  # within ±0.5 of the old value, which is 1
         (2.0, 2.0, 0.5 * 0.25),  # correct but too far from the old value, so clipped to 1.5
         (2.0, 0.0, 0.5 * 4.0),  # wrong and far from the old value, so the error is not clipped
     ],

@@ -72,7 +72,7 @@ def test_whitening_matches_the_reference(scale: bool) -> None:
     assert masked_whiten(x, mask, scale=scale).tolist() == pytest.approx(expected, abs=1e-6)
 
 
-# Pairs (number, whether the mask includes it); multiples of ¼ are exact in binary.
+# Pairs of a number and its mask entry; multiples of ¼ are exact in binary.
 masked = st.lists(
     st.tuples(st.integers(-40, 40).map(lambda n: n / 4), st.booleans()), min_size=1, max_size=20
 )

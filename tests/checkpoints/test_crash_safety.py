@@ -57,7 +57,7 @@ def save(root: Path | CheckpointManager, step: int, label: str, **begin: bool) -
 def newest_label(manager: CheckpointManager) -> str | None:
     """Return the label of the newest checkpoint.
 
-    Check that each checkpoint is complete and comes from a single save.
+    Also checks that each checkpoint is complete and comes from a single save.
     """
     newest = manager.latest()
     for checkpoint in manager.checkpoints():
@@ -69,7 +69,7 @@ def newest_label(manager: CheckpointManager) -> str | None:
 
 
 Step = Callable[[Path], None]
-# The successful earlier saves, and the save that fails.
+# Each scenario has successful saves, followed by a save that fails.
 SCENARIOS: dict[str, tuple[list[Step], Step]] = {
     "first save": ([], lambda root: save(root, 1, "new", hf=True)),
     "next save evicts": (

@@ -217,7 +217,7 @@ def test_faulty_export_during_a_run_prints_a_notice(
 
 
 @pytest.mark.parametrize(("noise", "ends"), [(0.01, "well"), (0.4, "notice"), (1.4, "error")])
-def test_kernel_differences_in_the_logits_do_not_fail_an_export(
+def test_logit_differences_between_kernels_do_not_fail_an_export(
     noise: float, ends: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     hf = trained_model(tmp_path, "qwen2-untied", "whole", dtype="bf16")

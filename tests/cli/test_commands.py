@@ -242,7 +242,7 @@ def test_method_flags_are_accepted(method: str) -> None:
     assert violations(main.VERBS[verb].command, " ".join(flags)) == []
 
 
-def test_ctrl_c_during_imports_exits_without_traceback() -> None:
+def test_ctrl_c_during_imports_exits_without_a_traceback() -> None:
     process = subprocess.Popen(
         [
             sys.executable,
@@ -279,7 +279,7 @@ def test_importing_commands_keeps_the_sigint_handler_of_the_program(tmp_path: Pa
 
 
 @pytest.mark.parametrize("words", ["sft --help all", "help"])
-def test_help_into_closed_pipe_exits_without_traceback(words: str) -> None:
+def test_help_printed_into_a_closed_pipe_exits_without_a_traceback(words: str) -> None:
     shown = subprocess.run(
         f"{sys.executable} -m openrlhf.cli.main {words} | head -1",
         shell=True,
@@ -350,7 +350,7 @@ def test_version_is_printed(capsys: pytest.CaptureFixture[str]) -> None:
     assert capsys.readouterr().out == f"openrlhf {__version__}\n"
 
 
-def test_command_is_rejected_if_pypi_openrlhf_is_installed(
+def test_commands_are_rejected_if_the_openrlhf_package_from_pypi_is_installed(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     metadata = tmp_path / "openrlhf-0.11.2.dist-info/METADATA"
@@ -367,7 +367,7 @@ def test_command_is_rejected_if_pypi_openrlhf_is_installed(
         assert part in message
 
 
-def test_user_errors_and_interrupts_exit_without_traceback(
+def test_user_errors_and_interrupts_exit_without_a_traceback(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
     with pytest.raises(SystemExit) as mistaken, common.plain_ends():

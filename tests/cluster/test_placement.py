@@ -88,7 +88,7 @@ def test_placement_is_found_if_and_only_if_one_exists(
 EIGHT = [Machine(name="a", slots=8), Machine(name="b", slots=8)]
 
 
-def test_groups_on_whole_machines_leave_other_machines_free() -> None:
+def test_groups_that_fill_whole_machines_leave_the_other_machines_free() -> None:
     plan = Placement(
         groups=(group("critic", 1, 4), group("actor", 1, 8), group("ref", 1, 4)), on_gpus=True
     )

@@ -111,7 +111,7 @@ READERS = {
     "doctor": "doctor.examination",
     "plan": "launch.plan_command",
 }
-# Other variable names for a section in the modules above.
+# Other names under which the modules access a section.
 ALSO_CALLED = {
     "eval": {"evaluation"},
     "reward": {"flags", "rule"},
@@ -252,7 +252,7 @@ def everything(config: Any) -> list[Any]:
 def reason(notices: list[str], path: str) -> str:
     """Return the notices' explanation of why a flag has no effect.
 
-    An example of an explanation is "without --ds.zero_stage 2 or 3".
+    For example, returns "without --ds.zero_stage 2 or 3".
     """
     for text in notices:
         names, found, why = text.removesuffix(".").partition(": no effect ")
@@ -292,7 +292,7 @@ def enabling(command: str, flag: Flag, line: str) -> str:
 
 
 @pytest.mark.parametrize(("command", "path"), EVERY_FLAG)
-def test_flag_has_an_effect_or_a_notice_reports_that_it_has_no_effect(
+def test_every_flag_has_an_effect_or_a_notice_reports_that_the_flag_has_no_effect(
     command: str, path: str
 ) -> None:
     flag = flags_of(COMMANDS[command])[path]

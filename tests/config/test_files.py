@@ -79,7 +79,7 @@ def test_resolved_file_is_refused_as_a_configuration_file(tmp_path: Path) -> Non
         load("train_ppo_ray", file)
 
 
-# Each row has a run's flags, a flag added on reuse of its file, and the new derived value.
+# Each row has a run's flags, a flag that overrides the run's file, and the new derived value.
 FOLLOWED = [
     ("", "--ds.param_dtype fp32", "vllm.dtype", "fp32"),
     ("", "--actor.policy_loss_type cispo", "actor.eps_clip_low_high", (1.0, 0.28)),

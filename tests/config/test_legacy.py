@@ -1,6 +1,6 @@
 """Flat flag names and values from earlier releases.
 
-Every name that the old commands accepted is tested.
+All names accepted by the old commands are tested.
 """
 
 from __future__ import annotations
@@ -118,7 +118,7 @@ RENAMED = [
     ("interactive_chat", "--csft_prompt 9", {"csft.prompt": "9"}),
 ]  # fmt: skip
 
-# Every flat flag name that recent releases accepted, by command.
+# Flat flag names accepted by recent releases, keyed by command.
 OLD: dict[str, list[str]] = json.loads((Path(__file__).parent / "old_flags.json").read_text())
 
 
@@ -278,7 +278,7 @@ def test_level_off_in_a_file_is_read_as_text_instead_of_a_boolean(tmp_path: Path
     assert given == {"algo.advantage.is_correction_level": "off"}
 
 
-def test_unknown_value_of_an_old_flag_is_rejected_with_its_choices() -> None:
+def test_unknown_value_of_an_old_flag_is_rejected_with_the_valid_choices() -> None:
     (sentence,) = violations("train_ppo_ray", "--actor.loss_agg_mode mean")
     assert "--actor.loss_agg_mode must be one of token-mean, seq-mean-token-mean" in sentence
 

@@ -32,7 +32,7 @@ def test_error_for_an_ambiguous_prefix_lists_the_candidates() -> None:
         sft("--adam. 1")
 
 
-def test_switch_takes_no_value_and_may_have_a_negated_form() -> None:
+def test_switch_flag_takes_no_value_and_may_have_a_negated_form() -> None:
     assert sft("--ds.packing_samples").ds.packing_samples
     assert not sft("--muon.no_nesterov").muon.nesterov
     assert sft("--muon.no_nesterov --muon.nesterov").muon.nesterov
@@ -40,7 +40,7 @@ def test_switch_takes_no_value_and_may_have_a_negated_form() -> None:
         sft("--ds.packing_samples=true")
 
 
-def test_pair_takes_two_words_that_may_be_negative() -> None:
+def test_pair_flag_takes_two_values_that_may_be_negative() -> None:
     assert ppo("--reward.clip_range -5 2.5").reward.clip_range == (-5.0, 2.5)
     with pytest.raises(
         ConfigError, match=r"--reward\.clip_range takes 2 value\(s\), but 5 follows it"
@@ -48,7 +48,7 @@ def test_pair_takes_two_words_that_may_be_negative() -> None:
         ppo("--reward.clip_range 5")
 
 
-def test_list_takes_any_number_of_words_and_repeated_flags() -> None:
+def test_list_flag_takes_any_number_of_values_and_may_be_repeated() -> None:
     modules = [
         "--ds.lora.target_modules q_proj v_proj",
         "--ds.lora.target_modules q_proj --ds.lora.target_modules v_proj",
@@ -129,7 +129,7 @@ def test_error_for_a_section_without_a_flag_name_suggests_the_help_of_the_sectio
     assert sentence.endswith(f" --help {section} lists the flags of this section.")
 
 
-def test_unknown_flag_without_close_match_gets_no_suggestion() -> None:
+def test_error_for_an_unknown_flag_without_a_close_match_has_no_suggestion() -> None:
     assert violations("train_sft", "--xyzzy") == ["train_sft has no flag --xyzzy."]
 
 
@@ -282,7 +282,7 @@ def test_words_after_a_current_or_old_switch_raise_an_error(
         ("train_sft", "--pre m", "--model.model_name_or_path"),
     ],
 )
-def test_error_for_foreign_or_short_names_suggests_our_flags(
+def test_error_for_short_names_or_names_from_other_frameworks_suggests_the_matching_flags(
     command: str, line: str, meant: str
 ) -> None:
     (sentence,) = violations(command, line)

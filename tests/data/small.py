@@ -23,7 +23,7 @@ SPECIALS = [
     "</think>",
 ]
 LETTERS = "\n" + "".join(map(chr, range(32, 127)))
-MERGES = [(" ", "b"), ("\n", "B"), ("o", "k")]  # for the tokens " b", "\nB" and "ok"
+MERGES = [(" ", "b"), ("\n", "B"), ("o", "k")]  # adds the tokens " b", "\nB" and "ok"
 
 PLAIN_CHAT = (
     "{% for message in messages %}<|{{ message.role }}|>{{ message.content }}<|end|>\n{% endfor %}"

@@ -113,7 +113,7 @@ def test_number_of_micro_batches_is_close_to_the_minimum(lengths: list[int], bud
 
 
 # Long-tailed row lengths, some of which exceed the budget.
-# The attention length covers models with cheap (large value), expensive and free attention (None).
+# An attention length makes attention cheap (large value), expensive (small value) or free (None).
 ANY_LENGTHS = st.lists(st.one_of(st.integers(1, 12), st.integers(1, 400)), min_size=1, max_size=40)
 ATTENTION = st.one_of(st.none(), st.integers(1, 10_000))
 

@@ -54,7 +54,7 @@ def chats(text: str) -> dict[str, Any]:
     }
 
 
-# For each kind of row, a function that builds a row from a text and one that reads the rows.
+# For each kind of row, a function that builds a row from text and a function that reads the rows.
 KINDS: dict[str, tuple[Any, Any]] = {
     "sft, chat": (messages, lambda rows, t: SFTDataset(rows, t, SFTDataConfig(**CHAT))),
     "sft, plain": (

@@ -1,6 +1,7 @@
 """Problems detected in a run's first rows.
 
-Examples: tokenizers that lose text, templates that differ from training, wrong answer endings.
+Examples are tokenizers that lose text, templates that differ from training, and wrong answer
+endings.
 """
 
 from __future__ import annotations

@@ -48,7 +48,7 @@ def test_datasource_and_images_are_read_from_their_columns() -> None:
     assert (row[1].datasource, row[1].images) == ("default", None)
 
 
-def test_prompt_of_a_conversation_ends_with_the_last_turn_not_from_the_assistant(
+def test_prompt_of_a_conversation_ends_with_the_last_turn_that_is_not_from_the_assistant(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
     def said(role: str) -> dict[str, str]:

@@ -274,7 +274,7 @@ def test_tokenizer_without_offsets_encodes_the_text_before_the_boundary() -> Non
 def byte_level() -> PreTrainedTokenizerFast:
     """Return a byte-level tokenizer like GPT-2's.
 
-    A word's token includes its leading space, but its offsets do not.
+    The token of a word includes the leading space, but the token's offsets do not.
     """
     backend = Tokenizer(BPE())
     backend.pre_tokenizer = ByteLevel(add_prefix_space=False)

@@ -198,7 +198,7 @@ def column(folder: Path, name: str) -> list[float]:
 def default_schedule(peak: float, steps: int) -> list[float]:
     """Return the learning rates of a run with `steps` optimizer steps.
 
-    The rates come from the Transformers scheduler with the settings of the default flags.
+    The rates come from the Transformers scheduler, with the settings that the default flags give.
     """
     optimizer = torch.optim.AdamW([torch.nn.Parameter(torch.zeros(1))], lr=peak)
     scheduler = get_scheduler(

@@ -25,7 +25,7 @@ class Process:
 def _stat(pid: int) -> list[str] | None:
     """Return the fields of /proc/<pid>/stat that follow the process name: state, parent, ….
 
-    Return None if the process has ended.
+    Returns None if the process has ended.
     """
     try:
         return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()

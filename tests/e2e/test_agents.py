@@ -90,7 +90,7 @@ def test_run_leaves_no_temporary_files(game: Path, temporary: Path) -> None:
     assert [path.name for path in (temporary / "ray").glob("session_2*")] == []
 
 
-def test_trainer_recomputes_the_logprobs_recorded_over_several_turns(
+def test_trainer_reproduces_the_logprobs_recorded_over_several_turns(
     game: Path,
 ) -> None:
     assert max(column(game, "train/logprob_gap_max")) < 1e-3

@@ -177,7 +177,7 @@ def test_rejected_prompts_are_replaced_during_training(workspace: Path) -> None:
 
 @pytest.mark.verify
 @pytest.mark.usefixtures("cluster")
-def test_models_score_a_prompt_in_parallel_while_other_samples_are_in_progress(
+def test_models_score_a_prompt_in_parallel_while_other_prompts_are_still_sampled(
     workspace: Path,
 ) -> None:
     """The agent finishes no other prompt until models have started to score the first prompt.

@@ -1,7 +1,7 @@
 """Tests that each command runs with only its required flags and logs plausible values.
 
-Precision, schedules, batch sizes and algorithms are the defaults. Other flags only set output paths
-or make a run small enough for a CPU: a tiny model, few rows, short responses.
+Precision, schedules, batch sizes and algorithms have their default values. Other flags only set
+output paths or make a run small enough for a CPU: a tiny model, few rows, short responses.
 """
 
 from __future__ import annotations

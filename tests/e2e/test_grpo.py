@@ -1,6 +1,6 @@
 """End-to-end tests of GRPO on Ray, vLLM and DeepSpeed.
 
-Runs are uninterrupted, killed and resumed, split over different layouts, or have failing rewards.
+The tests cover uninterrupted and resumed runs, different layouts, and failing rewards.
 """
 
 from __future__ import annotations
@@ -159,7 +159,7 @@ def test_engine_and_trainer_logprobs_agree_in_every_step(whole: Path) -> None:
     assert max(column(whole, "train/logprob_gap_max")) < 1e-4
 
 
-def test_unneeded_forward_passes_are_skipped_and_all_others_are_timed(
+def test_unneeded_forward_passes_are_skipped_and_all_other_passes_are_timed(
     whole: Path,
 ) -> None:
     """The run is strictly on-policy and has its KL penalty in the loss.
@@ -274,7 +274,7 @@ def test_too_many_failed_rewards_end_the_run_with_the_traceback_of_the_user_code
     )  # a batch with too many failures is aborted early
     assert "--reward.max_error_rate 0" in done.errors
     assert "ValueError: sevens are bad luck" in done.errors
-    assert 'trouble.py", line' in done.errors  # the location of the error
+    assert 'trouble.py", line' in done.errors  # where the error was raised
     assert "RewardErrors" not in done.errors  # internal stack frames are hidden
     failures = [row for row in samples(folder) if row["stop_reason"] == "failed"]
     assert failures and all("sevens are bad luck" in row["error"] for row in failures)
@@ -422,7 +422,7 @@ def notes(folder: Path) -> list[str]:
 
 @pytest.mark.usefixtures("cluster")
 @pytest.mark.parametrize("stage", [pytest.param(2, marks=pytest.mark.verify), 3])
-def test_colocated_models_and_engines_that_sleep_in_turn_give_the_same_result(
+def test_colocated_models_and_engines_that_sleep_in_turn_give_the_same_result_as_separate_ones(
     whole: Path, workspace: Path, stage: int
 ) -> None:
     """An engine with two workers shares the devices of two ranks.
@@ -458,7 +458,7 @@ def test_colocated_models_and_engines_that_sleep_in_turn_give_the_same_result(
     assert notes(folder)[: len(start) + len(steps)] == start + steps
     assert (
         notes(folder).count("actor awake") == STEPS + 3
-    )  # 3 extra wake-ups: two best checkpoints and the export
+    )  # three extra wake-ups for two best checkpoints and the export
     assert notes(folder).count("engine 0 asleep") == 1 + STEPS + 2  # 2 evaluations
 
 
@@ -524,7 +524,9 @@ def test_openrlhf_eval_reproduces_the_metrics_logged_in_training(
 
 
 @pytest.mark.usefixtures("cluster")
-def test_stop_strings_and_stop_tokens_end_responses_and_are_kept(workspace: Path) -> None:
+def test_stop_strings_and_stop_tokens_end_responses_and_are_kept_in_the_text(
+    workspace: Path,
+) -> None:
     folder = workspace / "stops"
     ids = AutoTokenizer.from_pretrained(workspace / "model").convert_tokens_to_ids(["d", "e"])
     stops = {"rollout.stop": ["b", "c"], "rollout.stop_token_ids": ids}
@@ -646,7 +648,7 @@ def test_initial_policy_is_exported_if_training_brings_no_improvement_within_the
         "--eval.patience 2 ends the run after step 2. The export contains the weights of step 0"
         in printed
     )
-    assert column(folder, "train/kl")[-1] > 1e-6  # the policy had changed before it was restored
+    assert column(folder, "train/kl")[-1] > 1e-6  # training changed the policy
     start, end = (
         AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32).state_dict()
         for path in (workspace / "model", folder / "model")

@@ -1,6 +1,6 @@
 """End-to-end tests of batch inference.
 
-The tests generate, score, train on the output, resume after a kill, and chat through a pipe.
+The tests cover generation, scoring, training on the output, resuming after a kill, and chat.
 """
 
 from __future__ import annotations
@@ -276,7 +276,7 @@ def test_ctrl_c_stops_the_answer_but_not_the_chat_session(workspace: Path) -> No
         pass
     chat.stdin.write("1+1=\n")
     chat.stdin.flush()
-    assert chat.stdout.read(1)  # the answer has started
+    assert chat.stdout.read(1)  # the first character of the answer
     os.killpg(chat.pid, signal.SIGINT)
     chat.stdin.write("1+1=\n/exit\n")
     chat.stdin.flush()

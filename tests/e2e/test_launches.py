@@ -1,6 +1,6 @@
 """End-to-end tests of the ways to launch a command.
 
-Commands run in several processes, as Ray jobs on two nodes, and as printed in the documentation.
+The tests run commands in several processes, as Ray jobs on two nodes, and as documented.
 """
 
 from __future__ import annotations
@@ -208,7 +208,7 @@ class Cluster:
 def cluster(workspace: Path) -> Iterator[Cluster]:
     """Start a cluster with its own ports, folders and token.
 
-    The first node only accepts jobs. All processes started by a run are on the second node.
+    The first node only accepts jobs. The second node has all processes that runs start.
     """
     # Ray creates its sockets in `home`, and socket paths must be short.
     home = Path(tempfile.mkdtemp(prefix="ray-", dir="/tmp"))

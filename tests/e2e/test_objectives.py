@@ -72,7 +72,7 @@ def test_all_loss_terms_are_trained_on_and_logged(whole: Path) -> None:
     assert column(whole, "train/actor_steps") == [2.0] * STEPS
     assert (
         max(column(whole, "train/ppo_clip_ratio")) > 0
-    )  # the second optimizer step of a batch is off-policy
+    )  # each batch's second optimizer step is off-policy
     assert (
         column(whole, "train/rollout_ratio_outside") == [0.0] * STEPS
     )  # on a CPU, engine and trainer compute the same log-probabilities
@@ -94,7 +94,7 @@ def test_killed_run_resumes_with_the_same_metrics_and_pretraining_text(
 def test_run_stops_at_the_step_whose_kl_exceeds_the_limit(whole: Path, workspace: Path) -> None:
     """The learning rate is so large that the KL keeps growing.
 
-    Until the run stops, its metrics match those of a run without a limit.
+    Up to its last step, the run logs the same metrics as a run without a limit.
     """
     distances = column(whole, "train/kl")
     limit = sorted(distances)[STEPS // 2]

@@ -409,7 +409,7 @@ def test_user_error_prints_a_single_message(
     flags = flags_of(task, workspace, workspace / "mistaken", **changes, dry_run=True)
     with (
         pytest.raises(SystemExit) if "ref.precompute" not in changes else nullcontext()
-    ):  # with ref.precompute, only a notice is printed
+    ):  # with --ref.precompute, the command only prints a notice
         import_module(f"openrlhf.cli.train_{task}").main(as_arguments(flags))
     errors = capfd.readouterr().err
     assert re.search(message, errors), errors

@@ -122,7 +122,7 @@ def test_config_file_of_a_run_is_sufficient_to_repeat_the_run(alone: Path, works
     assert "16 of 16 rows kept" in done.printed
 
 
-def test_task_with_custom_rows_and_model_trains(workspace: Path) -> None:
+def test_task_with_custom_rows_and_a_custom_model_trains(workspace: Path) -> None:
     folder = workspace / "classifier"
     changes = {
         "plugin": ROOT / "tests/e2e/plugin_files/classifier.py",

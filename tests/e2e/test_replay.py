@@ -123,7 +123,7 @@ def test_every_episode_is_written_before_it_is_used(written: Path) -> None:
     assert len(episodes.read("eval", steps[1])) == 5
 
 
-def test_replay_logs_the_metrics_of_the_run_without_engines_or_rewards(
+def test_replay_without_engines_or_rewards_logs_the_metrics_of_the_original_run(
     written: Path, workspace: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """The replayed metrics are identical to the last digit.
@@ -149,7 +149,7 @@ def test_replay_logs_the_metrics_of_the_run_without_engines_or_rewards(
 
 
 @pytest.mark.verify
-def test_resumed_run_rewrites_the_episode_files_of_its_steps(
+def test_resumed_run_rewrites_the_episode_files_of_the_repeated_steps(
     written: Path, workspace: Path
 ) -> None:
     """On a CPU the rewritten files are identical. The previous files are moved aside."""

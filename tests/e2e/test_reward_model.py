@@ -182,7 +182,7 @@ def test_checkpoint_from_before_the_first_evaluation_has_its_own_reward_mean_and
     assert hf.config.std == pytest.approx(statistics.stdev(scores), abs=1e-5)
 
 
-def test_rewards_in_rl_match_plain_transformers(reward_model: Path, ppo: Path) -> None:
+def test_rewards_of_a_model_in_rl_match_plain_transformers(reward_model: Path, ppo: Path) -> None:
     hf = AutoModelForSequenceClassification.from_pretrained(reward_model / "model").eval()
     tokenizer = AutoTokenizer.from_pretrained(reward_model / "model")
     written = [

@@ -118,7 +118,7 @@ def test_learning_rate_matches_the_transformers_schedule(whole: Path) -> None:
     assert column(whole, "train/lr") == default_schedule(1e-2, STEPS)
 
 
-def test_run_folder_has_configuration_metrics_and_report(whole: Path) -> None:
+def test_run_folder_contains_the_configuration_the_metrics_and_the_report(whole: Path) -> None:
     for name in ("config.yaml", "metrics.jsonl", "report.html"):
         assert (whole / name).stat().st_size > 0
     report = (whole / "report.html").read_text()
@@ -126,7 +126,7 @@ def test_run_folder_has_configuration_metrics_and_report(whole: Path) -> None:
     texts = (whole / "texts.txt").read_text()
     assert (
         texts.startswith("Template: --data.input_template") and texts.count("⟦") == 2
-    )  # each of the two rows has one marked answer
+    )  # two rows with one marked answer each
     assert html.escape(texts.splitlines()[1]) in report
 
 
@@ -185,7 +185,7 @@ def test_two_processes_give_the_same_result_as_one(
         for path in (folder, whole)
     )
     for name, weight in theirs.items():
-        if not name.endswith("k_proj.bias"):  # the bias's gradient consists of rounding errors
+        if not name.endswith("k_proj.bias"):  # the gradient consists of rounding errors
             torch.testing.assert_close(ours[name], weight, atol=2e-3, rtol=0, msg=name)
     if stage == 3:
         check_that_one_process_goes_on(flags, folder, whole)
@@ -463,7 +463,7 @@ def test_model_that_mixes_up_packed_texts_is_rejected_before_the_first_step(
     assert "Traceback" not in done.errors and not (workspace / "mixed").exists()
 
 
-def test_mismatches_between_model_tokenizer_and_template_are_reported_at_startup(
+def test_mismatches_between_the_model_the_tokenizer_and_the_template_are_reported_at_startup(
     whole: Path, workspace: Path
 ) -> None:
     """The tokenizer cannot encode the template.

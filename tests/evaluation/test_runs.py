@@ -132,7 +132,9 @@ def test_unsuitable_models_and_missing_columns_are_rejected(
         run_evaluation(config_of(model, line))
 
 
-def test_dry_run_prints_prompts(model: str, capsys: pytest.CaptureFixture[str]) -> None:
+def test_dry_run_prints_the_prompts_of_an_evaluation(
+    model: str, capsys: pytest.CaptureFixture[str]
+) -> None:
     line = (
         "--model.model_name_or_path {model} --reward.verifier length --data.label_key output "
         "--dry_run"

@@ -1,7 +1,7 @@
-"""Frozen runs, which were killed halfway and archived. Tests check that later commits can open and
-resume them.
+"""Frozen runs, which were killed halfway and archived.
 
-    python -m tests.goldens.frozen          # create missing archives
+Tests check that later commits can open and resume frozen runs. `python -m tests.goldens.frozen`
+creates missing archives.
 
 An archive in `frozen/` contains the folder of a killed run: model, data, user files, configuration
 file, run folder and checkpoints. A JSON file next to the archive contains the numbers that an

@@ -1,14 +1,14 @@
-"""Golden numbers: records of what the commands compute, for comparison with later commits.
+"""Golden numbers, which record what the commands compute, for comparison with later commits.
 
-    python -m tests.goldens.record                      # record all missing goldens
-    python -m tests.goldens.record configurations sft   # record these goldens again
+`python -m tests.goldens.record` records all missing goldens. If goldens are named, as in
+`python -m tests.goldens.record configurations sft`, the command records the named goldens again.
 
 Each golden is a JSON file in `recorded/`. `test_goldens.py` recomputes each golden and compares the
 results. The goldens `demo_1` to `demo_3` take several minutes each. Checkpoints and run folders are
 archived by `frozen.py`.
 
-Floating-point results depend on the processor, so every file contains the processor and the package
-versions with which it was recorded.
+Floating-point results depend on the processor, so every file names the processor and the package
+versions used for recording.
 """
 
 from __future__ import annotations

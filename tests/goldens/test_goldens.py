@@ -74,7 +74,7 @@ def test_command_reproduces_the_golden_numbers(name: str, tmp_path: Path) -> Non
     assert differences(golden["value"], now, name, exact=exact) == []
 
 
-def test_changed_value_is_a_difference_but_an_added_value_is_not() -> None:
+def test_changed_value_counts_as_a_difference_but_an_added_value_does_not() -> None:
     recorded = {"numbers": [{"step": 1, "loss": 0.5}]}
     assert (
         differences(recorded, {"numbers": [{"step": 1, "loss": 0.5, "new": 1.0}]}, "", exact=True)

@@ -1,8 +1,8 @@
 """Runs the GPU checks one after another and writes their results to one JSON file.
 
-    make test-gpu
-    python -m tests.gpu.run --minutes 10
-    python -m tests.gpu.run --rehearse --output seen.json    # on a CPU, with small models
+`make test-gpu` runs the checks in at most five minutes. `python -m tests.gpu.run --minutes 10` sets
+another limit. `python -m tests.gpu.run --rehearse --output seen.json` runs the checks on a CPU with
+small models.
 
 A check that fails, hangs or crashes its process does not affect checks in other processes.
 """
@@ -68,8 +68,9 @@ def versions() -> dict[str, str]:
 def check(nodes: Sequence[str], seconds: float) -> dict[str, dict[str, Any]]:
     """Run some checks in one process.
 
-    Returns, for each test, its outcome, duration in seconds and recorded figures, and for a failed
-    test the end of the process's output. If the process dies early, the keys are `nodes`.
+    Returns each test's outcome, duration in seconds and recorded figures, and the end of the
+    process's output if the test failed. If the process dies early, the result has one entry per
+    element of `nodes`.
     """
     began = time.monotonic()
     with tempfile.TemporaryDirectory() as folder:
@@ -103,7 +104,7 @@ def _run_pytest(nodes: Sequence[str], seconds: float, *, report: Path, log: Path
         "-q",
         "-s",
     ]
-    # Print a stack trace of a hanging check before it is killed.
+    # Before a hanging check is killed, pytest prints a stack trace.
     stacks = f"faulthandler_timeout={max(1, int(seconds) - 5)}"
     options = [f"--junitxml={report}", "-p", "no:cacheprovider", "-o", stacks]
     options += ["-o", "junit_family=xunit1"]
@@ -135,7 +136,7 @@ def run(
     *,
     more: Mapping[Sequence[str], int] | None = None,
 ) -> bool:
-    """Run the checks and, if time is left, also `more`. Write `output` after each check.
+    """Run the checks and, if time is left, also `more`. Updates the file `output` after each check.
 
     Returns True if all of `checks` were run, at least one check passed, and none failed.
     """

@@ -31,7 +31,7 @@ SHAPES = {"a": (1000, 100), "b": (3,), "c": (777, 11)}
 MANIFEST = WeightManifest(
     version=1,
     specs=tuple(TensorSpec(name=n, dtype=torch.bfloat16, shape=s) for n, s in SHAPES.items()),
-    bucket_bytes=2**14,  # gives three buckets, because tensors a and c are larger
+    bucket_bytes=2**14,  # tensors a and c are larger, so there are three buckets
 )
 
 

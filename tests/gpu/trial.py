@@ -1,9 +1,8 @@
-"""A trial on a GPU machine that is available for minutes: GPU checks, then GRPO on GSM8K.
+"""A trial on a GPU machine that is available for only minutes, with GPU checks and GRPO on GSM8K.
 
-    python -m tests.gpu.trial --wheels FOLDER --data FOLDER    # here: pack, plan and rehearse
-    python -m tests.gpu.trial receive .trial/01                # there, once per piece
-    python -m tests.gpu.trial check                            # there
-    python -m tests.gpu.trial grpo                             # there
+`python -m tests.gpu.trial --wheels FOLDER --data FOLDER` packs, plans and rehearses a trial on the
+local machine. On the GPU machine, `python -m tests.gpu.trial receive .trial/01` runs once per
+piece, followed by `python -m tests.gpu.trial check` and `python -m tests.gpu.trial grpo`.
 
 The machine may lack a network, so each call copies the working tree and one piece of the files that
 the machine needs. Until the last piece is unpacked, only the standard library is used.

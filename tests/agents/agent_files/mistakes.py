@@ -1,4 +1,4 @@
-"""An environment with methods that are not `async`. The label selects what `step` returns."""
+"""An environment with methods that are not `async`. The label selects the result of `step`."""
 
 import copy
 

@@ -9,7 +9,7 @@ from openai import APIError, BadRequestError, OpenAI
 
 from openrlhf.utils.agent import OpenAIAgentExecutor
 
-LEFT = []  # for each earlier episode, its set of running requests
+LEFT = []  # the set of unfinished requests of each earlier episode
 
 
 class AgentExecutor(OpenAIAgentExecutor):
