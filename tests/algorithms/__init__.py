@@ -1,1 +1,1 @@
-"""Tests for the mathematics, stated as claims."""
+"""Tests that state claims about the mathematics."""

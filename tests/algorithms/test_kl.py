@@ -1,4 +1,4 @@
-"""KL estimators and their coefficient."""
+"""KL estimators and the KL coefficient."""
 
 import math
 

@@ -1,4 +1,4 @@
-"""The registry of choices by name, and its consistency with the flags' choices."""
+"""The registry of named choices, and its consistency with the choices of flags."""
 
 from typing import get_args
 

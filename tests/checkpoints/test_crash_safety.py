@@ -265,7 +265,7 @@ def test_recovery_can_be_repeated_after_a_kill_at_any_operation(
     monkeypatch.setattr(os, "scandir", Sorted)
 
     class Dead(BaseException):
-        """An error at the fatal operation and at all later ones, which is equivalent to a kill."""
+        """The error raised by the fatal operation and all later ones, to simulate a kill."""
 
     for before in killed(wreckage, scenario)[::4]:
         labels: set[str | None] = set()

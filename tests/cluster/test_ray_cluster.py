@@ -1,4 +1,4 @@
-"""Killing exactly the Ray processes that a process has started."""
+"""Tests that a process kills only the Ray processes that it started."""
 
 from __future__ import annotations
 

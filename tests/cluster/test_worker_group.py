@@ -93,7 +93,7 @@ def test_broadcast_reaches_every_rank(group: WorkerGroup) -> None:
 
 
 def test_gather_raises_the_error_of_any_rank_in_a_slice(group: WorkerGroup) -> None:
-    """The error's message is unchanged, and its cause is the error with the worker's traceback."""
+    """The error keeps its message, and its cause contains the worker's traceback."""
     with pytest.raises(ValueError) as raised:
         gather(group.launch(Worker.fail_on_rank_3, [1, 2]), timeout_s=240, doing="fail")
     assert str(raised.value) == "rank 3 cannot"

@@ -44,7 +44,7 @@ def workspace(own_folder: Path) -> Path:
 
 
 def flags(workspace: Path, folder: Path, **changes: Any) -> dict[str, Any]:
-    """Return flags with which every optimizer step uses all rows."""
+    """Return flags that make every optimizer step use all rows."""
     return {
         "plugin": workspace / "focal.py",
         "model.model_name_or_path": workspace / "model",

@@ -38,7 +38,7 @@ PROMPTS, HELD_OUT = Path("gsm8k/prompts.jsonl"), Path("gsm8k/held_out_prompts.js
 
 
 class GpuMemory(threading.Thread):
-    """The peak memory in use on the first GPU, in GiB; None if there is no GPU."""
+    """A thread that measures the peak memory use of the first GPU, in GiB (None without a GPU)."""
 
     def __init__(self) -> None:
         super().__init__(daemon=True)

@@ -24,7 +24,7 @@ MARGIN = MIB // 4  # reserved for the manifest of each piece
 
 @dataclass(frozen=True, kw_only=True)
 class Piece:
-    """A piece: a folder with one part of an archive, and with a manifest of all parts."""
+    """A folder with one part of an archive and a manifest of all parts."""
 
     folder: Path
     nbytes: int

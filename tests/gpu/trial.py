@@ -69,7 +69,7 @@ class Limits:
 
 @dataclass(frozen=True, kw_only=True)
 class Call:
-    """A call: the working tree is copied to the machine, which then runs one command."""
+    """A call, which copies the working tree to the machine and runs one command there."""
 
     brings: str
     mib: float
