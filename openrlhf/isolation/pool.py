@@ -112,7 +112,7 @@ class ProcessPool:
                 raise
         warn_once(
             "User code calls that lost their process, were blocked, or ran out of memory next to "
-            "other calls are retried, each alone in a process."
+            "other calls are retried, each in a process of its own."
         )
         return await self._alone.run(call, setup)
 
@@ -150,7 +150,7 @@ class ProcessPool:
 def loading(name: str, target: str, *args: Any, seconds: float, limit: str) -> UserCall:
     """Return a call that loads a user's file within `seconds` or `LOAD_S`, whichever is longer."""
     if seconds <= LOAD_S:
-        seconds, limit = LOAD_S, f"a larger {limit} allows more"
+        seconds, limit = LOAD_S, f"raise {limit} to allow more"
     return UserCall(name=f"loading {name}", target=target, args=args, seconds=seconds, limit=limit)
 
 

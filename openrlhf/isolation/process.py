@@ -374,4 +374,4 @@ def _printed(log: Path | None, start: int) -> str:
     text = written[start:][-4000:].decode(errors="replace").strip()
     if not text:
         return ""
-    return f" It wrote to {log}:\n{text}"
+    return f" Output in {log}:\n{text}"

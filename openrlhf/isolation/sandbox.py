@@ -102,7 +102,7 @@ def run_program(program: str, stdin: str = "", *, seconds: float) -> Ran:
         said = errors.read().decode(errors="replace")
         if status not in (OK, FAILED, LATE):
             shutil.rmtree(folder, ignore_errors=True)
-            raise SandboxError(f"the sandbox does not work here (status {status}):\n{said}")
+            raise SandboxError(f"the sandbox failed on this machine (status {status}):\n{said}")
         output.seek(0)
         return Ran(
             ok=status == OK,
@@ -116,7 +116,7 @@ def missing_protection() -> list[str]:
     """Return a description of each protection that this machine does not support."""
     probe = run_program("import os\nprint(os.environ['UNPROTECTED'])", seconds=20)
     if not probe.ok:
-        raise SandboxError(f"the sandbox does not work here:\n{probe.errors}")
+        raise SandboxError(f"the sandbox failed on this machine:\n{probe.errors}")
     return list(json.loads(probe.output))
 
 
@@ -212,7 +212,7 @@ def _confine(seconds: float, readable: list[str], unprotected: list[str]) -> Non
     except OSError as error:
         kept = set()
         unprotected.append(
-            f"the program can read and write all files that this account can (no Landlock: {error})"
+            f"the program can access all files of this account (no Landlock: {error})"
         )
     confinement.keep_capabilities(kept)
     try:
@@ -221,7 +221,8 @@ def _confine(seconds: float, readable: list[str], unprotected: list[str]) -> Non
         unprotected.append(
             f"system calls are not filtered ({error}), so a program can change permissions, owners "
             "and times of this account's files, limit or slow down its other processes, and use "
-            "the network, which Landlock restricts only for TCP from version 4. Before version 6 "
-            "it can also send signals, and before version 3 truncate the interpreter's files"
+            "the network, which Landlock restricts only for TCP from version 4. Before version "
+            "6, a program can also send signals; before version 3, it can also truncate the "
+            "interpreter's files"
         )
     os.environ["UNPROTECTED"] = json.dumps(unprotected)

@@ -53,7 +53,7 @@ from openrlhf.training.strategy import FrozenModel, Strategy
 LAYOUT_FLAGS = (
     "number of processes, --ds.zero_stage, --ds.tensor_parallel_size, --ds.param_dtype and --optim"
 )
-MORE_STEPS = "For more steps lower --train.batch_size, raise --train.max_epochs or use more rows."
+MORE_STEPS = "For more steps, lower --train.batch_size, raise --train.max_epochs or use more rows."
 
 
 @dataclass(frozen=True, kw_only=True)

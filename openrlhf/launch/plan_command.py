@@ -83,7 +83,7 @@ def planned_config(command: str, words: Sequence[str], cluster: Cluster) -> Any:
             missing.append(sentence)
     if reader.problems or mistakes:
         raise ConfigError([*reader.problems, *mistakes])
-    notice(*(f"The command does not start without this: {sentence}" for sentence in missing))
+    notice(*(f"Required before the command can start: {sentence}" for sentence in missing))
     return config
 
 

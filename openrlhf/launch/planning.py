@@ -79,4 +79,4 @@ def advised(config: Any, nearest: advice.Advice | None) -> Iterator[str]:
     yield f"The run fits with {nearest.typed(config)}"
     yield f"(peak {gib(peak)} of {gib(pool.capacity)} in {pool.peak})."
     if pool.host_bytes:
-        yield f"This needs {gib(pool.host_bytes)} of CPU memory per machine."
+        yield f"These settings need {gib(pool.host_bytes)} of CPU memory per machine."

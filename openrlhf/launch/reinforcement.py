@@ -40,7 +40,7 @@ from openrlhf.trainers.checkpointing import SOURCE
 from openrlhf.trainers.remote_teacher import RemoteTeacher
 
 MORE_STEPS = (
-    "For more steps lower --train.batch_size or --rollout.batch_size, raise --train.num_episodes "
+    "For more steps, lower --train.batch_size or --rollout.batch_size, raise --train.num_episodes "
     "or use more prompts."
 )
 PREVIEWED = 4  # number of rows whose labels are scored before the run

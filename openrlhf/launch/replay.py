@@ -50,7 +50,7 @@ def replay_folder(config: PPOConfig, data: PromptData, *, done: int) -> EpisodeF
     for step in remaining:
         changed = differences(folder.header("step", step)["run"], identity)
         if changed:
-            advice = "Replay it with the settings of that run:"
+            advice = "Replay the episodes with the settings of that run:"
             raise DataError(
                 f"{folder.file('step', step)} was written by a run with different prompts or "
                 "samples. " + "\n  ".join([advice, *changed])

@@ -194,12 +194,12 @@ def how_to_continue(config: PPOConfig) -> str:
     newest = newest_checkpoint(config)
     if newest is None:
         return (
-            "The run has no checkpoint (--ckpt.save_steps): the same command restarts it from the "
-            "beginning."
+            "The run has no checkpoint (--ckpt.save_steps). Running the same command again starts "
+            "from the beginning."
         )
     return (
-        f"Step {newest.state.step} is saved: the same command with --ckpt.load_enable resumes from "
-        "it; --train.max_restarts does so automatically."
+        f"Step {newest.state.step} is saved. To resume from this step, run the same command with "
+        "--ckpt.load_enable, or set --train.max_restarts to resume automatically."
     )
 
 

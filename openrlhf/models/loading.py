@@ -180,7 +180,7 @@ def configuration(spec: LoadSpec) -> Any:
     kind, positions = _rope(config)
     if kind == "dynamic" and spec.max_len and positions and spec.max_len > positions:
         raise ModelError(
-            f"{spec.path} has rope_type dynamic: beyond {positions} tokens its outputs depend on "
+            f"{spec.path} has rope_type dynamic: beyond {positions} tokens, its outputs depend on "
             f"the longest sequence in a batch. --data.max_len is {spec.max_len}: lower it to "
             f"{positions}."
         )
@@ -247,8 +247,8 @@ def step_tokens(spec: LoadSpec) -> tuple[str, list[str]]:
     if not placeholder or len(judgements) < 2:
         raise ModelError(
             f"{spec.path} does not name its placeholder and reward tokens. Train it with train_prm "
-            "and --prm.reward_tokens (the token for a right step first), or add the tokens to its "
-            f"config.json, for example {STEP_TOKENS_EXAMPLE}."
+            "and --prm.reward_tokens (the token for a correct step first), or add the tokens to "
+            f"its config.json, for example {STEP_TOKENS_EXAMPLE}."
         )
     return placeholder, judgements
 
@@ -321,7 +321,7 @@ def _explain(error: Exception, spec: LoadSpec) -> str:
     """Return a description of the error, to be appended to the model's path in a message."""
     if isinstance(error, OSError | SafetensorError):
         if os.path.isdir(spec.path):
-            return f"cannot be read (an incomplete download?): {error}"
+            return f"cannot be read (possibly an incomplete download): {error}"
         return f"is not a local folder and could not be fetched from the Hub: {error}"
     if "trust_remote_code" in str(error):
         return "contains its own code: if you trust the code, add --model.trust_remote_code"

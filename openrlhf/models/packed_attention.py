@@ -59,13 +59,13 @@ def packed_sdpa(
     if document_lengths is None and ring_row is None:
         raise UnsupportedAttentionError(
             "its attention layers do not pass keyword arguments to the attention function, which "
-            "therefore does not know the boundaries of packed sequences"
+            "therefore does not receive the boundaries of packed sequences"
         )
     for variant in ("softcap", "s_aux"):
         if kwargs.get(variant) is not None:
             raise UnsupportedAttentionError(
-                f"its attention uses `{variant}`, which packed SDPA does not compute "
-                "(--ds.attn_implementation flash_attention_2 does, on a GPU)"
+                f"its attention uses `{variant}`, which packed SDPA does not support "
+                "(--ds.attn_implementation flash_attention_2 supports it on a GPU)"
             )
     if ring_row is not None:
         attended = ring_attention(query, key, value, ring_row, scale=scaling, window=sliding_window)

@@ -268,7 +268,7 @@ def _failure(model: CheckedModel, fault: str) -> Finding:
         layout = "packed into one row"
         advice = "Drop --ds.packing_samples"
     if model.ring:
-        layout = f"packed into one row that {model.ring.size} ranks share"
+        layout = f"packed into one row shared by {model.ring.size} ranks"
         advice = "Use --ds.ring_attn_size 1"
     types = getattr(model.hf.config.get_text_config(), "layer_types", None)
     layers = f" (layers: {', '.join(dict.fromkeys(types))})" if types else ""

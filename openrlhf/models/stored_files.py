@@ -98,7 +98,7 @@ def check_can_be_exported(
     if not complaint:
         return []
     seen = (
-        f"The generation configuration of {path} contradicts itself and is exported unchanged: "
+        f"The generation configuration of {path} is inconsistent and is exported unchanged: "
         f"{complaint}"
     )
     fix = f"Correct the model's {GENERATION} (or config.json, if it contains these values)."

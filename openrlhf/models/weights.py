@@ -106,8 +106,8 @@ class StoredWeights:
         for name, other in self.broken_ties:
             problems.append(
                 f"config.json ties {name} to {other} (tie_word_embeddings), but they differ in the "
-                "files: Transformers uses both, vLLM only one. If the model needs both, set "
-                "tie_word_embeddings to false"
+                "files: Transformers uses both weights, but vLLM uses only one. If the model needs "
+                "both, set tie_word_embeddings to false"
             )
         if not problems:
             return

@@ -87,11 +87,11 @@ def parse_cluster(text: str, *, free_bytes: int = 0) -> Cluster:
         return Cluster(device_bytes=size, on_gpus=False)
     found = CLUSTER.fullmatch(text)
     if found is None or not (found[3] or found[4]):
-        raise PlanError(f"--cluster {text} is not a cluster. Write {EXAMPLES}.")
+        raise PlanError(f"--cluster {text} is not a valid cluster. Examples: {EXAMPLES}.")
     nodes, per_node, kind, memory = found.groups()
     if kind and kind not in KINDS_OF_DEVICES and not memory:
         raise PlanError(
-            f"--cluster {text}: the memory of {kind} is not known. Add it, for example "
+            f"--cluster {text}: the memory size of {kind} is not known. Add the size, e.g. "
             f"{per_node}x{kind}-24GB, or use one of {', '.join(KINDS_OF_DEVICES)}."
         )
     size = float(memory or KINDS_OF_DEVICES.get(kind or "", UNNAMED).memory)
@@ -102,5 +102,5 @@ def parse_cluster(text: str, *, free_bytes: int = 0) -> Cluster:
         device_bytes=round(size * GIB),
     )
     if cluster.devices == 0 or size == 0:
-        raise PlanError(f"--cluster {text} has no devices or no memory. Write {EXAMPLES}.")
+        raise PlanError(f"--cluster {text} has no devices or no memory. Examples: {EXAMPLES}.")
     return cluster

@@ -44,8 +44,8 @@ def read_shape(path: str) -> ModelShape:
             raise
         raise PlanError(
             f"The model {path} cannot be read ({error}). Use a local folder with config.json, and "
-            "with the safetensors files for less common architectures; a Hub name needs a network "
-            "or a cached download."
+            "with the safetensors files for less common architectures; a Hub name requires network "
+            "access or a cached download."
         ) from error
 
 

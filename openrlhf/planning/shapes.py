@@ -213,8 +213,8 @@ def shape_from_config(config: Mapping[str, Any], name: str = "") -> ModelShape:
     if family is None:
         raise PlanError(
             f"{name or 'config.json'}: the weights of architecture {model_type!r} are not known. "
-            f"Known: {', '.join(FAMILIES)}. For other architectures, use a folder that also has "
-            "the safetensors files, whose headers list the weights."
+            f"Known architectures: {', '.join(FAMILIES)}. For other architectures, use a folder "
+            "that also has the safetensors files, whose headers list the weights."
         )
     sizes = _sizes(text, family, name)
     is_scalar = any("SequenceClassification" in kind for kind in config.get("architectures") or [])

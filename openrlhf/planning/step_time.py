@@ -16,7 +16,7 @@ from openrlhf.planning.usage import gib
 def step_lines(config: Any, cluster: Cluster) -> list[str]:
     """Return the estimated seconds per step as text, if all sequences have the maximum length."""
     if not cluster.on_gpus:
-        return ["--speed needs a cluster of GPUs: a CPU's rates are not known."]
+        return ["--speed requires a GPU cluster, because the speed of CPUs is not known."]
     groups = hosts_of(config, ranks=cluster.devices, on_gpus=True)
     if isinstance(config, SupervisedConfig):
         model = groups[0].roles[0]
@@ -33,7 +33,7 @@ def step_lines(config: Any, cluster: Cluster) -> list[str]:
     throughput = tokens / seconds / cluster.devices
     head = (
         f"Estimated step: {seconds:.1f} s for {tokens:,} tokens ({throughput:,.0f} tokens per "
-        "second and device), if every sequence has --data.max_len tokens. Not measured."
+        "second and device), if every sequence has --data.max_len tokens."
     )
     return [head, *lines]
 

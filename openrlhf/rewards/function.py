@@ -72,7 +72,7 @@ class Arguments:
 def _unlabelled(names: Sequence[str]) -> str:
     if "labels" in names:
         return ""
-    return "has no parameter for labels, so it is called without them"
+    return "has no parameter for labels and is called without labels"
 
 
 class FunctionReward(Reward):

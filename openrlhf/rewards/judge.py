@@ -61,5 +61,5 @@ def read_verdict(text: str) -> str:
     last = text.strip().rpartition("\n")[2]
     found = re.fullmatch(r"\W*(?:(?:answer|verdict)\W+)?([AB])\W*", last, re.IGNORECASE)
     if not found:
-        raise NoVerdict(f"judge: the last line of its reply is neither A nor B: {text[-200:]!r}")
+        raise NoVerdict(f"the last line of the judge's reply is neither A nor B: {text[-200:]!r}")
     return found[1].upper()

@@ -24,8 +24,8 @@ def math_answers(label: Any) -> list[str]:
         is_text = isinstance(value, str) and value.strip()
         if not (is_text or is_number):
             raise ValueError(
-                "--reward.verifier math expects text, a number, or a list of at least one of these "
-                f"as label, not {shown(label)}"
+                "--reward.verifier math expects a label that is text, a number, or a nonempty list "
+                f"of these, not {shown(label)}"
             )
         answers.append(label_text(value))
     return answers

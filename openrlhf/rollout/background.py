@@ -38,7 +38,7 @@ class BackgroundLoop:
         except TimeoutError as error:
             raise RolloutError(
                 f"no group of samples was generated and rewarded within {timeout_s:g} s. If the "
-                "responses are just long, increase --train.step_timeout, or lower "
+                "responses are merely long, increase --train.step_timeout, or lower "
                 "--rollout.max_new_tokens or --rollout.batch_size."
             ) from error
         except BaseException:  # for example, Ctrl-C: the result is no longer needed

@@ -174,8 +174,7 @@ class Agents(Protocol):
     """Agents that run entire episodes instead of single samples, using `generate`."""
 
     async def play(self, prompt: Prompt, spec: SamplingSpec, generate: Generate) -> Group:
-        """Run an episode for each sample of the prompt, and return all episodes (also if
-        failed)."""
+        """Run an episode for each sample of the prompt, and return all episodes, even failures."""
         ...
 
 
@@ -252,8 +251,8 @@ class RolloutGenerator:
         tokens = prompt.tokens[-spec.prompt_room :]
         if len(tokens) < len(prompt.tokens):
             warn_once(
-                "Prompts that leave no room for a response in --data.max_len keep their last "
-                f"{len(tokens)} tokens."
+                "Prompts that leave no room for a response within --data.max_len are truncated to "
+                f"their last {len(tokens)} tokens."
             )
         params = spec.params_for(prompt, len(tokens))
         generations = await self._generate(prompt, spec, tokens, params)

@@ -116,7 +116,7 @@ class ReplayGenerator:
         samples = self._samples.get(prompt.index)
         if not samples:
             raise DataError(
-                f"{self._file} has no sample of prompt {prompt.index}, which this run draws. A "
+                f"{self._file} has no sample of prompt {prompt.index}, which this run needs. A "
                 "replay must use the prompts of the run that wrote the file: set the same "
                 "--rollout.batch_size, --data.prompt_dataset, --train.seed and, with dynamic "
                 "filtering, the same range and reward models."

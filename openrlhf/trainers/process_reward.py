@@ -45,8 +45,8 @@ class ProcessRewardTask(LanguageTask[PRMConfig, StepRow, Steps]):
         rows = StepDataset(dataset, tokenizer, self.config)
         if self.soft not in (None, rows.soft):
             raise DataError(
-                "One of --data.dataset and --eval.dataset has numbers as labels, the other has "
-                "tokens. Use the same kind of labels in both."
+                "Labels are numbers in one of --data.dataset and --eval.dataset, but tokens in the "
+                "other. Use the same kind of labels in both datasets."
             )
         self.reward_tokens = rows.reward_tokens
         self.soft = rows.soft

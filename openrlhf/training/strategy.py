@@ -90,7 +90,8 @@ class Strategy:
         if not hasattr(module, "ring"):
             raise UserError(
                 f"--ds.ring_attn_size {self.ring.size}: {type(module).__name__} does not divide "
-                "its sequences over ranks. Use --ds.ring_attn_size 1, or a model of this package."
+                "its sequences over ranks. Use --ds.ring_attn_size 1, or a model class of this "
+                "package."
             )
         shared: Any = module
         shared.ring = self.ring

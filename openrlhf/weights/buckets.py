@@ -69,7 +69,7 @@ def pack(bucket: Bucket, tensors: Iterable[NamedTensor], buffer: Tensor) -> None
     for (spec, view), (name, tensor) in zip(_views(bucket, buffer), tensors, strict=True):
         shape = tuple(tensor.shape)
         if (name, shape) != (spec.name, spec.shape):
-            raise ValueError(f"the manifest has {spec.name} {spec.shape}, the model {name} {shape}")
+            raise ValueError(f"the manifest has {spec.name} {spec.shape}, not {name} {shape}")
         view.copy_(tensor.detach())
 
 

@@ -182,7 +182,7 @@ def test_complete_output_is_kept_at_the_printed_path(
     flags = ("--data.prompt_dataset", rows(folder, ["x"]), "--data.label_key", "output")
     _, printed = reward_test(capsys, "--reward.remote_url", folder / "chatty.py", *flags)
     [logs] = log_folders(folder)
-    assert f"It wrote to {logs}/" in printed and f"complete output in {logs})" in printed
+    assert f"Output in {logs}/" in printed and f"complete output in {logs})" in printed
     assert any("hello" in log.read_text() for log in logs.iterdir())
     status, _ = reward_test(capsys, "--reward.verifier", "math", *flags)
     assert status == 0 and log_folders(folder) == [logs], "a silent one leaves nothing"
