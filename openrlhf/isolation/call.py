@@ -18,7 +18,7 @@ class Asked:
 
 
 class UserCodeError(RuntimeError):
-    """A failed call to user code.
+    """Error for a failed call to user code.
 
     The call raised an exception, timed out, ended its process, or returned a value that cannot be
     serialized. The message contains the traceback.

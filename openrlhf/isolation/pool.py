@@ -100,7 +100,7 @@ class ProcessPool:
     async def run(self, call: UserCall, setup: UserCall) -> Any:
         """Return the result of `call`, run in a process that has run `setup` once.
 
-        `setup` may be the same call. Raises UserCodeError.
+        The arguments `call` and `setup` may be the same call. Raises UserCodeError.
         """
         return await asyncio.wrap_future(self._submit(self._run(call, setup)))
 

@@ -26,7 +26,7 @@ from openrlhf.reporting import warn
 
 END_S = 5.0  # time for a process and all its descendants to end before the process is killed
 DUMP_S = 0.5  # time for a late call to write the stack trace that shows where it hangs
-SLOW_LOAD_S = 10.0  # time after which a load that is still running is reported
+SLOW_LOAD_S = 10.0  # time after which an unfinished load is reported
 PROGRAM = "import sys; from openrlhf.isolation.program import main; main(*map(int, sys.argv[1:]))"
 ENVIRONMENT = {"OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": "", "PYTHONUNBUFFERED": "1"}
 
@@ -120,7 +120,7 @@ class UserProcess:
     async def _start(self) -> None:
         """Start the process in its own session, and start reading its messages."""
         ours, theirs = socket.socketpair()
-        uid = random.choice(UIDS)  # user code runs as this user if this process runs as root
+        uid = random.choice(UIDS)  # user id of user code if this process runs as root
         if self.log is None:
             output = os.dup(2)
         else:

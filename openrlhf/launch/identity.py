@@ -130,7 +130,7 @@ def episode_identity(
 ) -> Identity:
     """Return the identity of an RL run's episodes: the prompts and the values of `flags`.
 
-    The default `flags` are those that affect sampling.
+    By default, `flags` are the flags that affect sampling.
     """
     vocabulary = prompts.tokenizer.get_vocab()
     return {

@@ -55,7 +55,7 @@ STAGE_END_TIMEOUT_S = 60.0  # delay between SIGTERM and SIGKILL
 
 
 def run_pipeline(config: PipelineConfig) -> None:
-    """Check all stages, then run the stages that are not done.
+    """Check all stages, then run the unfinished stages.
 
     Raises ConfigError, or SystemExit with the exit status of a failed stage.
     """
@@ -265,7 +265,7 @@ class Pipeline:
         return json.loads(json.dumps(inputs, default=str))
 
     def run(self, *, dry: bool = False) -> None:
-        """Check all stages, then run the stages that are not done.
+        """Check all stages, then run the unfinished stages.
 
         Raises SystemExit with the exit status of a failed stage.
         """

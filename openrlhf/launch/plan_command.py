@@ -53,7 +53,7 @@ def print_plan(config: PlanConfig, words: Sequence[str]) -> None:
 def planned_config(command: str, words: Sequence[str], cluster: Cluster) -> Any:
     """Resolve the configuration of a training command on a cluster.
 
-    Raises ConfigError for mistakes in flags that the user set. Requirements that do not affect
+    Raises ConfigError for mistakes in flags set by the user. Requirements that do not affect
     memory, such as data and rewards, may be missing; a notice lists them.
     """
     machine.only_plans = True

@@ -22,7 +22,7 @@ from openrlhf.reporting import alert
 
 CLOSE_TIMEOUT_S = 10.0  # time limit for closing reports and trackers
 KILL_TIMEOUT_S = 5.0
-# Environment variables that pass the restart state to the process that replaces this one.
+# Environment variables that pass the restart state to the process that replaces this process.
 RESTARTS = "OPENRLHF_RESTARTS"  # number of restarts so far
 CONTINUES_ITSELF = "OPENRLHF_CONTINUES_ITSELF"  # set to 1 if a restart added --ckpt.load_enable
 ERROR_STATUS = 2  # exit status of a failed command
@@ -115,7 +115,7 @@ def replace_process(flags: list[str]) -> NoReturn:
 def kill_processes(*, of_ray: bool) -> None:
     """Kill all descendants of this process.
 
-    If `of_ray` is true, also kill the processes of the Ray cluster that this process started.
+    If `of_ray` is true, also kill the processes of the Ray cluster started by this process.
     """
     deadline = time.monotonic() + KILL_TIMEOUT_S
     while time.monotonic() < deadline:

@@ -321,7 +321,7 @@ def rewards_come_early(config: PPOConfig) -> bool:
 
 
 def make_stages(config: PPOConfig, groups: Mapping[str, WorkerGroup]) -> list[Stage]:
-    """Return the stages that compute the columns that the update needs."""
+    """Return the stages that compute the columns needed by the update."""
     stages: list[Stage] = []
     policy = groups.get("actor")
     if policy and settings.needs_old_logprobs(config):

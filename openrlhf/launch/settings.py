@@ -26,7 +26,7 @@ from openrlhf.workers.frozen import RewardModelSettings
 # Commands that use engines and reward models.
 SamplingCommand = PPOConfig | EvaluationConfig | BatchInferenceConfig
 ENGINE_PROBE_TOKENS = 8  # tokens sampled per prompt to compare the engines with the trainer
-# The largest mean difference between log-probabilities, in nats, that rounding can explain.
+# The largest mean difference between log-probabilities explained by rounding, in nats.
 FP32_TOLERANCE = 0.01
 BF16_TOLERANCE = 0.2
 # substrings of the configuration keys that set dropout and router jitter rates

@@ -95,8 +95,8 @@ class LoadSpec:
 def load_causal_lm(spec: LoadSpec) -> PreTrainedModel:
     """Load a causal language model, ready to train.
 
-    Raises ModelError for unreadable or incomplete files, and for any model that `check_is_causal`
-    rejects.
+    Raises ModelError for unreadable or incomplete files, and for any model rejected by
+    `check_is_causal`.
     """
     check_is_causal(spec)
     model, stored = read_model(AutoModelForCausalLM, spec, **pretrained_options(spec))
@@ -306,7 +306,7 @@ def qlora(dtype: torch.dtype) -> BitsAndBytesConfig:
 def explaining_failures(spec: LoadSpec) -> Iterator[None]:
     """Convert Transformers' errors from loading a model to ModelErrors until the block exits.
 
-    The error names the file or the flag.
+    The error message names the file or flag at fault.
     """
     try:
         yield

@@ -1,4 +1,4 @@
-"""Ring attention: causal attention over a packed row that several ranks share.
+"""Ring attention: causal attention over a packed row shared by several ranks.
 
 Each rank holds a part of the row. Keys and values travel around the ring, moving to the next rank
 in each round, and every rank attends from its own tokens to the keys that it currently holds.

@@ -1,8 +1,8 @@
 """Common prefixes of the sequences in a packed row, which are computed once.
 
 Samples of the same prompt have a common prefix. In a causal model, a token's states depend only on
-the tokens up to it. The layers therefore process each distinct prefix once, and only attention
-operates on entire sequences.
+that token and the tokens before it. The layers therefore process each distinct prefix once, and
+only attention operates on entire sequences.
 """
 
 from collections.abc import Callable

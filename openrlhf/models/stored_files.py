@@ -38,7 +38,7 @@ def writable_configuration(config: PreTrainedConfig) -> Iterator[None]:
 def writable(model: PreTrainedModel) -> Iterator[None]:
     """Let the model's `save_pretrained` accept its configuration until the block exits.
 
-    An empty generation configuration replaces the original, which `write_generation` writes.
+    An empty generation configuration replaces the original, which is written by `write_generation`.
     """
     generation = getattr(model, "generation_config", None)
     if generation:
@@ -79,7 +79,7 @@ def check_can_be_exported(
 ) -> list[Finding]:
     """Write a model's configuration and tokenizer to a temporary folder, as an export would.
 
-    Returns warnings. Raises UserError if either cannot be written.
+    Returns warnings. Raises UserError if the configuration or the tokenizer cannot be written.
     """
     config = AutoConfig.from_pretrained(path, trust_remote_code=trust_remote_code)
     with TemporaryDirectory() as folder:

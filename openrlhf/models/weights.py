@@ -37,7 +37,7 @@ Size = tuple[int, ...]
 
 
 class ModelError(UserError, ValueError):
-    """A model that cannot be loaded. The message suggests a fix."""
+    """Error for a model that cannot be loaded. The message suggests a fix."""
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -126,7 +126,7 @@ def evaluation_line(step: int, values: Mapping[str, float]) -> Text:
 
 
 def evaluation_label(name: str) -> str:
-    """Return a readable name for an evaluation metric: `eval/eval_gsm8k_pass4` is "gsm8k pass@4".
+    """Return a readable name for a metric, e.g. "gsm8k pass@4" for `eval/eval_gsm8k_pass4`.
 
     "default", the data source of rows that do not name a source, is omitted.
     """

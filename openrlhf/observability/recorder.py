@@ -102,7 +102,7 @@ class Recorder:
         self._show_errors(f"Evaluation after step {step}", trajectories)
 
     def log(self, step: int, values: Mapping[str, float]) -> None:
-        """Log metrics that the caller prints, and print notices about them."""
+        """Log metrics printed by the caller, and print notices about these metrics."""
         self.folder.log_metrics(step, values)
         self.trackers.log(step, values)
         self._show_notices(self.health.see(step, values))

@@ -309,7 +309,7 @@ class _PromptHistory:
 
 
 def read_samples(rows: Iterable[Row]) -> Samples:
-    """Select the samples and errors that the report shows.
+    """Select the samples and errors to be shown in the report.
 
     The `rows` are read as a stream, because samples.jsonl may be larger than memory.
     """

@@ -134,7 +134,7 @@ class Hosts:
 
     @property
     def devices(self) -> int:
-        """The number of devices that the group occupies."""
+        """The number of devices occupied by the group."""
         if self.roles:
             return self.processes
         return self.engines * (self.engine.devices if self.engine else 0)

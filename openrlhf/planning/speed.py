@@ -18,9 +18,8 @@ from openrlhf.planning.cluster import Cluster
 from openrlhf.planning.engines import cache_bytes_per_token
 from openrlhf.planning.roles import EngineRole, ModelRole
 
-# Share of the data sheet's matrix-product rate that training achieves.
-# A100s achieve 45 to 70 % in published runs (docs/planning.md).
-# Faster devices with similar memory achieve less.
+# Share of the data sheet's matrix-product rate achieved by training. A100s achieve 45 to 70 % in
+# published runs (docs/planning.md). Faster devices with similar memory achieve less.
 EFFICIENCY = 0.55
 NEW_EFFICIENCY = 0.45
 NEWER_THAN = 600.0  # TFLOP/s

@@ -78,7 +78,7 @@ class Assertions:
         return True
 
 
-# Types that JSON lacks, as a program writes them: {"set": [1, 2]}, {"bytes": "00ff"}.
+# Types missing from JSON and their encodings, e.g. {"set": [1, 2]} or {"bytes": "00ff"}.
 TAGS: Mapping[str, Callable[[Any], Any]] = {
     "tuple": tuple,
     "set": set,

@@ -15,7 +15,7 @@ QUESTION = Template(Path(__file__).with_suffix(".jinja").read_text(encoding="utf
 
 
 class NoVerdict(ValueError):
-    """A judge's reply that does not state which answer is better."""
+    """Error for a judge's reply that does not state which answer is better."""
 
     failure = Failure.RESULT
 
@@ -56,7 +56,7 @@ class Judge:
 def read_verdict(text: str) -> str:
     """Return the verdict, A or B, from the last line of the judge's reply.
 
-    Raises NoVerdict, which quotes the reply.
+    Raises NoVerdict, quoting the reply.
     """
     last = text.strip().rpartition("\n")[2]
     found = re.fullmatch(r"\W*(?:(?:answer|verdict)\W+)?([AB])\W*", last, re.IGNORECASE)

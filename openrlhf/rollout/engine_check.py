@@ -39,7 +39,7 @@ def check_engine_args(extra: Mapping[str, Any], device: Device) -> list[Finding]
 
 
 def mistakes_in(extra: Mapping[str, Any]) -> Iterator[str]:
-    """Yield an error message for each argument that vLLM would reject. Imports vLLM."""
+    """Yield an error message for each argument that would be rejected by vLLM. Imports vLLM."""
     from vllm.config import SpeculativeConfig
     from vllm.engine.arg_utils import AsyncEngineArgs
 

@@ -2,8 +2,8 @@
 
 vLLM runs the core in its own process, which imports everything a second time. In a thread, the same
 `AsyncLLM` starts in about 2 s instead of 7 to 18 s and uses 0.7 GiB instead of 1.1 GiB. The thread
-relies on two vLLM hooks: `AsyncLLM(client_addresses=…)`, which is used by vLLM's API servers, and a
-core without a handshake, as in vLLM's Ray actors.
+relies on two vLLM hooks: the argument `client_addresses` of `AsyncLLM`, which is used by vLLM's API
+servers, and a core without a handshake, as in vLLM's Ray actors.
 """
 
 import json

@@ -67,7 +67,8 @@ def evaluation_metrics(trajectories: Sequence[Trajectory], *, k: int) -> dict[st
 
     Each data source gets pass@1, pass@k, rewards, response lengths and truncation. pass@1 is the
     mean over prompts of the mean score of their samples; `score_stderr` is its standard error.
-    pass@k is the mean over prompts of the best score. Failed samples are excluded, but counted.
+    pass@k is the mean over prompts of the best score. Failed samples are counted, but excluded from
+    all other metrics.
     """
     finished = [episode for episode in trajectories if not episode.failed]
     metrics = {

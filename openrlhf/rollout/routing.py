@@ -30,7 +30,7 @@ class Router:
         self._changed: dict[int, float] = {}
         for engine in engines:
             self.add(engine)
-        # The last engine that each key used; the least recently used key comes first.
+        # The last engine used for each key; the least recently used key comes first.
         self._homes: dict[Hashable, int] = {}
         self._of_key: Counter[tuple[Hashable, int]] = Counter()
 

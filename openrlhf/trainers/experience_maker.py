@@ -71,9 +71,9 @@ def trainable(trajectories: Sequence[Trajectory], *, needs_groups: bool) -> list
 class ExperienceMaker:
     """Adds model-computed columns to a batch and assigns credit to its tokens.
 
-    The `stages` compute the columns that the update needs, without the model rewards if the
-    episodes' source has already added them. `kl` holds the KL coefficient, which is fixed or adapts
-    to a target.
+    The `stages` compute the columns needed by the update, without the model rewards if the
+    episodes' source has already added these rewards. `kl` holds the KL coefficient, which is fixed
+    or adapts to a target.
     """
 
     config: RLFlags

@@ -73,7 +73,7 @@ class Source(ABC):
     def resume(self, *, step: int, consumed: int, folder: Path) -> None:
         """Resume after `step`, by which point `consumed` prompts had been used.
 
-        `folder` is the folder that `save` wrote to.
+        The files were written to `folder` by `save`.
         """
         self.step = step
         self.consumed = consumed

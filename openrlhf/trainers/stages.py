@@ -158,7 +158,7 @@ def launch_scoring(
 
 @dataclass(frozen=True, kw_only=True)
 class ColumnStage:
-    """A per-token column that workers compute.
+    """A per-token column computed by workers.
 
     `reads` returns the batch to send to the workers, with only the columns that the workers need.
     """

@@ -54,7 +54,7 @@ class WeightAverage:
                 yield name, joined(parameter, parameter.data)
 
     def _copy_weights(self, dtype: torch.dtype | None = None) -> dict[str, Tensor]:
-        """Return CPU copies of the weights that this rank averages. Collective."""
+        """Return CPU copies of the weights averaged by this rank. Collective."""
         copies: dict[str, Tensor] = {}
         for name, weight in self._weights():
             if self.sharded or self.strategy.is_main:
@@ -113,7 +113,7 @@ class WeightAverage:
             torch.save(self.averages, rank_file(self.strategy, directory, tag, "average"))
 
     def load(self, directory: str, tag: str, *, reshard: bool = False) -> None:
-        """Read the files that `save` wrote. Collective.
+        """Read the files written by `save`. Collective.
 
         If `reshard` is true, a different layout of ranks wrote the files with ZeRO 3. If the
         checkpoint has no average, the average restarts at the checkpoint's weights.

@@ -46,8 +46,8 @@ class StepResult:
     applied: bool
     grad_norm: float  # gradient norm before clipping
     lr: float
-    # The fraction of rounded weights that the step changed.
-    # None for skipped steps and in float32, where weights are not rounded.
+    # The fraction of rounded weights changed by the step. None for skipped steps and in float32,
+    # where weights are not rounded.
     changed: float | None = None
     metrics: Metrics = field(default_factory=dict)
 
@@ -169,7 +169,7 @@ class TrainEngine:
     def averaged(self) -> Iterator[None]:
         """Replace the weights with their EMA, if there is one, until the block exits. Collective.
 
-        Exports run inside this block.
+        Exports run in this context.
         """
         with self.average.in_place() if self.average else nullcontext():
             self.free_gathered()
@@ -330,7 +330,7 @@ class TrainEngine:
         self.strategy.barrier()
 
     def load(self, directory: str, tag: str) -> None:
-        """Read the files that `save` wrote. Collective.
+        """Read the files written by `save`. Collective.
 
         The saved run must have used the same ZeRO stage; only stages 1 and 2 are interchangeable.
         Files from a different number of ranks are converted if --ds.use_universal_ckpt is set. The
@@ -375,7 +375,7 @@ class TrainEngine:
 
     @property
     def checkpoint_bytes(self) -> int:
-        """The estimated size in bytes of the files that `save` writes on all ranks.
+        """The estimated size in bytes of the files written by `save` on all ranks.
 
         The files contain the trained weights, their master weights, and the optimizer's moments.
         """

@@ -45,15 +45,15 @@ class Muon(torch.optim.AdamW):
 
     For an m × n matrix W with gradient g, a Muon step is W ← (1 − ηλ) W − η √max(1, m/n) ·
     orthogonalized(u). The momentum is b ← μ b + (1 − μ) g; u is (1 − μ) g + μ b with Nesterov
-    momentum, and b without. Gradients are clipped before the step, by their norm over all
+    momentum, and b otherwise. Gradients are clipped before the step, by their norm over all
     parameters.
 
     Jordan et al. 2024, https://kellerjordan.github.io/posts/muon/
     """
 
     def __init__(self, groups: list[dict[str, Any]], **adam: Any) -> None:
-        """Create the optimizer. A group with `is_muon` must come first. The group also needs
-        `momentum`, `nesterov` and `iterations`.
+        """Create the optimizer. A group with `is_muon` must come first and also needs `momentum`,
+        `nesterov` and `iterations`.
         """
         super().__init__(groups, **adam)
         self._matrices: list[nn.Parameter] = []
@@ -64,7 +64,7 @@ class Muon(torch.optim.AdamW):
         self._parts: dict[Tensor, list[MatrixPart]] = {}  # flat tensor → parts of matrices
 
     def attach(self, zero: Any, device: torch.device) -> None:
-        """Find the matrices in the tensors that this optimizer updates. Collective.
+        """Find the matrices in the tensors updated by this optimizer. Collective.
 
         `zero` is the DeepSpeed optimizer that wraps this optimizer or, with ZeRO 0, this optimizer
         itself. Matrices are exchanged and orthogonalized on `device`.
@@ -122,7 +122,7 @@ class Muon(torch.optim.AdamW):
         """Update the parameters in all groups. If DeepSpeed partitions the parameters, all ranks
         must call this method.
 
-        If set, `closure` first computes the gradients, and its loss is returned.
+        If `closure` is set, it first computes the gradients, and its loss is returned.
         """
         loss = None
         if closure is not None:

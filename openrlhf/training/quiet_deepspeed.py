@@ -1,4 +1,4 @@
-"""DeepSpeed, imported without warnings. Other modules import DeepSpeed from here."""
+"""Imports DeepSpeed without warnings. Other modules import DeepSpeed from here."""
 
 import os
 import warnings

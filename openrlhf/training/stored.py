@@ -19,8 +19,8 @@ def read_stored_weights(hf: PreTrainedModel, receive: Callable[[str, Tensor], No
 
     Tensors have the names and shapes of the model in memory, because the Transformers loader
     renames, stacks and splits the stored tensors. The loader fills a model on the meta device, so
-    only the tensor passed to `receive` takes up memory. The files are read again, but for a weight
-    that `receive` ignores, only the header is read.
+    only the tensor passed to `receive` takes up memory. The files are read again, but only the
+    header is read for a weight ignored by `receive`.
     """
     config: Any = copy.deepcopy(hf.config)
     if hasattr(config, "quantization_config"):

@@ -18,7 +18,7 @@ from openrlhf.layer_plan import COLUMN, REPLICATED, ROW, split_patterns
 def complete_config(config: dict[str, Any], module: nn.Module) -> dict[str, Any]:
     """Return DeepSpeed's configuration, with this model's plan if the weights are split.
 
-    Raises UserError if the model cannot be split over that many ranks.
+    Raises UserError if the model cannot be split over the configured number of ranks.
     """
     split = config.get("tensor_parallel")
     if not split:

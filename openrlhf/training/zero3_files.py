@@ -103,7 +103,7 @@ class Zero3Files:
 
 
 def _matcher(patterns: Sequence[str]) -> Callable[[str], object]:
-    """Return a function that tells whether a name matches any of the patterns."""
+    """Return a function that checks whether a name matches any of the patterns."""
     return re.compile("|".join(patterns) or "(?!)").match
 
 

@@ -14,14 +14,17 @@ because they all call `WeightManifest.buckets`.
 **Who calls what, in this order.** The publisher, in the controller, calls the ranks of the policy
 and the engines:
 
-1. `weight_address` on the policy, then `join` on the engines and `join_weight_group` on the policy.
-   These calls form a weight group. The calls are skipped if the last publication's group has the
-   same engines.
-2. `weight_manifest` on the policy. Rank 0's result is used.
-3. `receive` on the engines and `send_weights` on the policy, at the same time. An engine pauses
-   itself, its workers receive all buckets and then the sender's hashes, and the engine verifies its
-   workers' receipts.
-4. `resume` on the engines, after all engines have verified the version.
+Step 1: `weight_address` on the policy, then `join` on the engines and `join_weight_group` on the
+policy. These calls form a weight group. The calls are skipped if the last publication's group has
+the same engines.
+
+Step 2: `weight_manifest` on the policy. Rank 0's result is used.
+
+Step 3: `receive` on the engines and `send_weights` on the policy, at the same time. An engine
+pauses itself, its workers receive all buckets and then the sender's hashes, and the engine verifies
+its workers' receipts.
+
+Step 4: `resume` on the engines, after all engines have verified the version.
 
 **What may overlap.** A publication, a refit of a restarted engine and the launch of an update
 exclude each other (`WeightPublisher.sending`). An update that is launched before a refit finishes

@@ -1,7 +1,7 @@
 """Encoders that turn the policy's weights into the tensors of a manifest.
 
 `workers.policy.PolicyWorker` creates two encoders: one for the full model, and one for the adapter
-that the engines serve. Publishing only changed weights would need a third encoder, a
+served by the engines. Publishing only changed weights would need a third encoder, a
 `WeightManifest` field that announces it, and a branch in `rollout.engine_worker` that loads it.
 """
 

@@ -28,7 +28,7 @@ class PolicyCalls(Protocol):
         ...
 
     def weight_manifest(self, version: int | None = None) -> WeightManifest:
-        """Return the list of tensors that the policy sends for this version."""
+        """Return the list of tensors to be sent by the policy for this version."""
         ...
 
     def send_weights(self, manifest: WeightManifest) -> None:

@@ -93,7 +93,7 @@ def _nccl_backend(store: Store, group: WeightGroup, rank: int) -> Any:
     """Return an NCCL group without a watchdog.
 
     An NCCL group's watchdog kills the entire process if a member is lost. A group created with
-    TORCH_NCCL_BLOCKING_WAIT has no watchdog: Its `wait` raises an error instead, including after
+    TORCH_NCCL_BLOCKING_WAIT has no watchdog. Instead, its `wait` raises an error, including after
     the timeout. The process's other groups keep their watchdog, because blocking waits are slow.
     """
     options = dist.ProcessGroupNCCL.Options()
