@@ -142,7 +142,7 @@ def _in_use(descriptor: int, named: str) -> InUseError:
 
 
 def _create_folder(folder: Path) -> bool:
-    """Create a folder. Return False if it already exists."""
+    """Create a folder. Return False if the folder already exists."""
     try:
         folder.mkdir(parents=True)
     except FileExistsError:

@@ -10,7 +10,7 @@ NAME = (
     r"credentials?|code)"
 )
 PARAMETER = re.compile(rf"(?<=[?&;#])({NAME}=)[^&;#\s,'\"]+", re.IGNORECASE)
-# masked even without a password, because it may be a token
+# User names are masked even without a password, because they may be tokens.
 USER = re.compile(r"(?<=://)[^/?#\s]*@")
 KINDS = r"(?:access|api|auth|bearer|hf|hub|id|private|refresh|secret|session)[_-]?(?:key|token)"
 # Names of secret JSON entries, stricter than NAME because names such as `eos_token` are not secret.

@@ -1,6 +1,6 @@
 """Rendezvous stores for process groups: torch's TCPStore, listening on a single address.
 
-By default, torch's store listens on all interfaces. The store never requires a password.
+By default, torch's store listens on all interfaces. The store has no password protection.
 """
 
 import ipaddress

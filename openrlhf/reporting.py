@@ -43,7 +43,7 @@ def alert(text: str) -> None:
 
 
 def notice(*sentences: str) -> None:
-    """Print notices for the user. Only rank 0 of a launcher prints them."""
+    """Print notices for the user. Only rank 0 of a launcher prints notices."""
     if is_first():
         for sentence in sentences:
             alert(f"{NOTICE} {sentence}")

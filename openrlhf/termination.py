@@ -31,7 +31,7 @@ def end_quietly(number: int, _: object) -> NoReturn:
 
 
 def _write_on_rank_0(message: bytes) -> None:
-    """Write to stderr on rank 0. Unlike `print`, this is safe in a signal handler."""
+    """Write to stderr on rank 0. Unlike `print`, this function is safe in a signal handler."""
     if is_first():
         with suppress(OSError):
             os.write(2, message)
@@ -53,12 +53,12 @@ def ctrl_c_raises() -> Iterator[None]:
 
 @contextmanager
 def in_order() -> Iterator[None]:
-    """Raise SystemExit on SIGTERM and Ctrl-C until the block exits, deferred by `whole` blocks.
+    """Raise SystemExit on SIGTERM and Ctrl-C until the block exits; `whole` blocks defer the exit.
 
     A Ctrl-C after the first signal raises KeyboardInterrupt at once. Further SIGTERMs are ignored,
-    even after the block. Signals that the shell has set to be ignored stay ignored. A held main
-    thread only records the request (see `asked`); another thread exits the process. Outside the
-    main thread, this context manager does nothing.
+    even after the block. Signals that the shell has set to be ignored stay ignored. If the main
+    thread is held, it only records the request (see `asked`), and another thread exits the process.
+    Outside the main thread, this context manager does nothing.
 
     Ray's own SIGTERM handler would first print a stack trace.
     """
@@ -95,7 +95,7 @@ def in_order() -> Iterator[None]:
         if not _State.status:
             raise
         _report_end()
-        # Raise a new SystemExit: a Ray call may have changed the status of the first one.
+        # Raise a new SystemExit: a Ray call may have changed the status of the original one.
         raise SystemExit(_State.status) from None
     finally:
         if not _State.status:

@@ -63,7 +63,8 @@ class AgentExecutorBase(ABC):
         llm_engine: Engine,
         images: Any = None,
     ) -> dict[str, Any]:
-        """Run one episode of at most `max_length` tokens. Called with keyword arguments.
+        """Run one episode of at most `max_length` tokens. This method is called with keyword
+        arguments.
 
         Returns a dict with
 
@@ -314,8 +315,8 @@ class _Episode:
 class SingleTurnAgentExecutor(AgentExecutorBase):
     """An executor for single-turn episodes.
 
-    `remote_rm_url` is a file that defines `reward_func`, or one or more reward server URLs. If it
-    is not set, the executor does not score the episodes.
+    `remote_rm_url` is a file that defines `reward_func`, or one or more reward server URLs. If
+    `remote_rm_url` is not set, the executor does not score the episodes.
     """
 
     def __init__(self, remote_rm_url: str | list[str] | None = None) -> None:
@@ -405,7 +406,7 @@ def _number(returned: Mapping[str, Any], name: str, step: str) -> float:
 
 
 async def _new(kind: type[AgentInstanceBase], arguments: Mapping[str, Any]) -> AgentInstanceBase:
-    """Create an instance. Its `__init__` may be `async def`, as in older examples."""
+    """Create an instance. The class's `__init__` may be `async def`, as in older examples."""
     if not inspect.iscoroutinefunction(kind.__init__):
         return kind(**arguments)
     instance = kind.__new__(kind)

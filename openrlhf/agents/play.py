@@ -18,7 +18,7 @@ from openrlhf.rollout.engine import RequestRefused
 from openrlhf.rollout.generator import Generate, SamplingSpec
 from openrlhf.rollout.sampling import Generation, SamplingParams
 
-# limit on concurrent episodes; the deadline of a waiting episode starts later
+# maximum number of concurrent episodes; a waiting episode's deadline has not started yet
 EPISODES_PER_PROCESS = 128
 NEW_CONVERSATION = "\n\n[new conversation]\n"  # separates conversations in samples.jsonl
 CANCELLATION_GRACE_S = 5.0  # time allowed for a cancelled episode to end

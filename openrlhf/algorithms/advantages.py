@@ -23,8 +23,8 @@ from openrlhf.config.choices import EstimatorTraits
 GROUP_STD_EPSILON = 1e-9
 
 RewardShaping = Callable[[Tensor, Tensor], Tensor]  # (rewards (R,), group (R,)) -> (R,)
-# (token rewards, values, mask, gamma=, lam=) -> (advantages, returns), all (B, T). Without a
-# critic, the values are 0.
+# (token rewards, values, mask, gamma=, lam=) -> (advantages, returns), all (B, T)
+# Without a critic, the values are 0.
 CreditAssignment = Callable[..., tuple[Tensor, Tensor]]
 
 
@@ -86,7 +86,7 @@ def monte_carlo(
 class GroupStatistics:
     """Float64 statistics of each sample's group. A group consists of the samples of one prompt."""
 
-    centered: Float[Tensor, " R"]  # reward − mean of the group
+    centered: Float[Tensor, " R"]  # the reward minus the group's mean
     size: Float[Tensor, " R"]
     std: Float[Tensor, " R"]  # unbiased standard deviation; 0 for a group of one sample
 
@@ -123,7 +123,7 @@ class AdvantageEstimator:
 
 
 class EstimatorError(ValueError):
-    """An error for an estimator, such as a plug-in's, that violates the reward-shaping contract.
+    """An error for an estimator that violates the reward-shaping contract, such as a plug-in's.
 
     The message refers to the shaping function as "it", because the caller prepends the estimator's
     name.
@@ -163,7 +163,7 @@ def unshaped(rewards: PerSample, group: GroupIds) -> PerSample:
 @advantage_estimator("reinforce_baseline")
 @advantage_estimator("dr_grpo")
 def mean_baseline(rewards: PerSample, group: GroupIds) -> PerSample:
-    """Compute R_i − mean of the rewards of the prompt.
+    """Compute R_i minus the mean reward of the prompt's samples.
 
     REINFORCE++-baseline (arXiv:2501.03262) whitens the result; `dr_grpo` (Liu et al. 2025,
     arXiv:2503.20783) does not.
@@ -173,7 +173,7 @@ def mean_baseline(rewards: PerSample, group: GroupIds) -> PerSample:
 
 @advantage_estimator("flash_reinforce")
 def batch_baseline(rewards: PerSample, group: GroupIds) -> PerSample:
-    """Compute R_i − mean of the rewards of the batch, in float64. Equal rewards give exactly zero.
+    """Compute R_i minus the mean reward of the batch, in float64. Equal rewards give exactly zero.
 
     This is OpenRLHF's FlashREINFORCE, for one sample per prompt, without groups and without
     whitening. The baseline is the batch mean, as in REINFORCE with a baseline (Williams 1992).
@@ -183,7 +183,7 @@ def batch_baseline(rewards: PerSample, group: GroupIds) -> PerSample:
 
 @advantage_estimator("rloo")
 def rloo(rewards: PerSample, group: GroupIds) -> PerSample:
-    """Compute R_i − mean of the *other* rewards of the prompt, which is (R_i − mean) · n / (n − 1).
+    """Compute R_i minus the mean of the prompt's *other* rewards: (R_i − mean) · n / (n − 1).
 
     Ahmadian et al. 2024, arXiv:2402.14740
     """
@@ -195,7 +195,7 @@ def rloo(rewards: PerSample, group: GroupIds) -> PerSample:
 
 @advantage_estimator("group_norm")
 def group_norm(rewards: PerSample, group: GroupIds) -> PerSample:
-    """Compute (R_i − mean) / (std + 1e-9), std unbiased.
+    """Compute (R_i − mean) / (std + 1e-9) with the unbiased standard deviation of the group.
 
     GRPO, Shao et al. 2024, arXiv:2402.03300
     """

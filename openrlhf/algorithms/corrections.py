@@ -130,8 +130,8 @@ def correction_weights(
 def filtered_units(
     outside: Bool[Tensor, "B T"], mask: TokenMask, level: Level
 ) -> tuple[float, float]:
-    """Return the number of tokens (sequences, at a sequence level) outside the band, and their
-    total number.
+    """Return the number of tokens outside the band and the number of all tokens, or the same for
+    sequences at a sequence level.
     """
     if level == "token":
         return float(outside.sum()), float(mask.sum())

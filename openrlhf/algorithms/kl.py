@@ -21,7 +21,8 @@ KL_ESTIMATORS: Registry[KLEstimator] = Registry(
 
 @KL_ESTIMATORS.register("k1")
 def k1(log_ratio: Float[Tensor, "*s"]) -> Float[Tensor, "*s"]:
-    """Return x: unbiased, positive or negative. As a loss, its expected gradient is zero.
+    """Return x: unbiased, positive or negative. As a loss, this estimator has an expected gradient
+    of zero.
 
     Schulman 2020, joschu.net/blog/kl-approx.html
     """
@@ -30,7 +31,8 @@ def k1(log_ratio: Float[Tensor, "*s"]) -> Float[Tensor, "*s"]:
 
 @KL_ESTIMATORS.register("k2")
 def k2(log_ratio: Float[Tensor, "*s"]) -> Float[Tensor, "*s"]:
-    """Return x² / 2: biased, never negative. As a loss, it has the gradient of the true KL.
+    """Return x² / 2: biased, never negative. As a loss, this estimator has the gradient of the true
+    KL.
 
     Schulman 2020
     """
@@ -39,7 +41,8 @@ def k2(log_ratio: Float[Tensor, "*s"]) -> Float[Tensor, "*s"]:
 
 @KL_ESTIMATORS.register("k3")
 def k3(log_ratio: Float[Tensor, "*s"]) -> Float[Tensor, "*s"]:
-    """Return exp(−x) − 1 + x: unbiased, never negative. As a loss, it has KL(π_ref‖π)'s gradient.
+    """Return exp(−x) − 1 + x: unbiased, never negative. As a loss, this estimator has the gradient
+    of KL(π_ref‖π).
 
     Schulman 2020; GRPO, eq. 4, arXiv:2402.03300
     """
@@ -51,8 +54,8 @@ def kl_estimate(
 ) -> Float[Tensor, "*s"]:
     """Return each token's KL estimate in nats, clipped to ±10.
 
-    A clipped estimate has no gradient (for k3, this happens below x ≈ −2.6). Estimate and gradient
-    are finite for all finite inputs. Raises ValueError for an unknown estimator.
+    A clipped estimate has no gradient (for k3, this happens below x ≈ −2.6). The estimate and its
+    gradient are finite for all finite inputs. Raises ValueError for an unknown estimator.
     """
     x = (logprobs - ref_logprobs).clamp(-LOG_RATIO_BOUND, LOG_RATIO_BOUND)
     return KL_ESTIMATORS[estimator](x).clamp(-KL_BOUND, KL_BOUND)
@@ -99,7 +102,7 @@ class KLController:
         self.coef, self.target, self.horizon = coef, target, horizon
 
     def update(self, kl: float, n: int) -> None:
-        """Adapt β to `n` samples' mean KL per action token (in nats) if the mean is finite."""
+        """Adapt β to the mean KL of `n` samples (nats per action token) if the mean is finite."""
         if self.target is None or not math.isfinite(kl):
             return
         error = min(max(kl / self.target - 1, -0.2), 0.2)

@@ -22,7 +22,7 @@ class PolicyLoss:
     """A per-token policy loss, zero outside the mask. Only `per_token` has a gradient."""
 
     per_token: PerToken
-    clipped: TokenMask  # True where the clip range changed the term
+    clipped: TokenMask  # True where clipping changed the term
     approx_kl: PerToken  # log π_old − log π_θ, nats, unbounded
 
 

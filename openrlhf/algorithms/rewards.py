@@ -34,8 +34,8 @@ def overlong_penalty(
 def stop_properly_penalty(
     rewards: PerSample, truncated: Bool[Tensor, " R"], coef: float
 ) -> PerSample:
-    """Multiply the rewards of truncated samples by `coef` (at most 1), or replace them by `coef` if
-    it is negative.
+    """Multiply the rewards of truncated samples by `coef` (at most 1), or replace them with `coef`
+    if it is negative.
     """
     if coef < 0:
         return torch.where(truncated, coef, rewards)

@@ -50,11 +50,12 @@ def export_hf(
 ) -> None:
     """Write weights, configuration and tokenizer to the folder `path`, replacing any model in it.
 
-    `buckets` yield full parameters or, for a model with adapters, only the trained parameters.
-    Iterating over them may be collective: every rank iterates, and the rank with `writes` keeps the
-    tensors. With `trained`, the written model is compared with the trained one before it replaces
-    the old model: a `final` model is loaded again, and a difference raises ExportError. For any
-    other model, only the files are read, and a difference causes a notice. Raises ExportError.
+    `buckets` yields full parameters or, for a model with adapters, only the trained parameters.
+    Iterating over the buckets may be collective: every rank iterates, and the rank with `writes`
+    keeps the tensors. With `trained`, the written model is compared with the trained one before it
+    replaces the old model: a `final` model is loaded again, and a difference raises ExportError.
+    For any other model, only the files are read, and a difference causes a notice. Raises
+    ExportError.
     """
     state: dict[str, Tensor] = {}
     for bucket in buckets:

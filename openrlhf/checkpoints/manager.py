@@ -136,7 +136,7 @@ class CheckpointManager:
         return sorted(found, key=lambda checkpoint: checkpoint.sequence)
 
     def begin(self, step: int, *, best: bool = False, hf: bool = False) -> StagedCheckpoint:
-        """Create the directories for a save, including one for an export if `hf`.
+        """Create the directories for a save, including one for an export if `hf` is true.
 
         Discard any earlier save that was not committed. Raises CheckpointError if the disk has less
         free space than the last checkpoint took, or cannot be written to.
@@ -357,10 +357,11 @@ def evictions(
 ) -> list[Checkpoint]:
     """Return which of `checkpoints` (oldest first) to remove.
 
-    All best checkpoints except the last are removed. While the remaining checkpoints exceed a
-    limit, regular checkpoints are removed in this order: damaged checkpoints (whose nonces are in
-    `damaged`), checkpoints without a metric, then by metric with the worst first, and then by age
-    with the oldest first. The newest checkpoint and the last best checkpoint are always kept.
+    All best checkpoints except the most recent one are removed. While the remaining checkpoints
+    exceed a limit, regular checkpoints are removed in this order: damaged checkpoints (whose nonces
+    are in `damaged`), checkpoints without a metric, then by metric with the worst first, and then
+    by age with the oldest first. The newest checkpoint and the most recent best checkpoint are
+    always kept.
     """
     evicted = [checkpoint for checkpoint in checkpoints if checkpoint.is_best][:-1]
     number = sum(not checkpoint.is_best for checkpoint in checkpoints)

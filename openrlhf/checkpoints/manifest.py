@@ -61,8 +61,8 @@ class EngineLayout:
 class RunState:
     """A run's position, apart from its engines' state.
 
-    Trainers create the state and resume from it. Its `identity` survives a JSON round trip: keys
-    are strings, sequences are lists.
+    Trainers create the state and resume from it. `identity` survives a JSON round trip: keys are
+    strings, and sequences are lists.
     """
 
     step: int  # completed optimizer steps (offline) or rollout steps (RL)

@@ -107,7 +107,7 @@ def _use_devices_of_ray() -> None:
 
 
 def prepare_process() -> None:
-    """Set environment variables that torch and datasets read at import."""
+    """Set environment variables that torch and the datasets library read when they are imported."""
     if not sys.stderr.isatty():
         os.environ.setdefault("HF_DATASETS_DISABLE_PROGRESS_BARS", "1")
     if not machine.count_gpus():
@@ -179,7 +179,7 @@ def running(config: Command) -> Iterator[None]:
 def single_process_command(
     root: type[C], argv: Sequence[str] | None, *, command: str, on_ray: bool = False
 ) -> Iterator[C]:
-    """Read the flags of a command that runs as one process, and run it in the block."""
+    """Read the flags of a command that runs as one process, and run the command in the block."""
     become_only_process()
     config = read_flags(root, argv, command=command, on_ray=on_ray)
     if on_ray:
@@ -190,7 +190,9 @@ def single_process_command(
 
 @contextmanager
 def offline_command(root: type[C], argv: Sequence[str] | None, *, command: str) -> Iterator[C]:
-    """Read the flags of an offline training command, and run it in the block on every rank."""
+    """Read the flags of an offline training command, and run the command in the block on every
+    rank.
+    """
     config = read_flags(root, argv, command=command)
     with running(config):
         yield config

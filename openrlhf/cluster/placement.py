@@ -229,7 +229,7 @@ def _choices(group: HostGroup, machines: Sequence[Machine]) -> Iterator[Counter[
 
     Interchangeable machines count as one.
     """
-    # Machines of one kind are adjacent, so that `_selections` yields no selection twice.
+    # Keep machines of one kind adjacent, so that `_selections` yields no selection twice.
     fullest_first = sorted(
         range(len(machines)), key=lambda index: (machines[index].slots, machines[index].kind)
     )

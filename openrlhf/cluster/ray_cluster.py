@@ -35,7 +35,7 @@ from openrlhf.cluster.ray_watch import LostRay, RayProcess, RayWatch
 from openrlhf.config import machine
 from openrlhf.config.flags import UserError
 
-# Object store of a Ray cluster that this package starts without GPUs, where batches are small.
+# Object store size without GPUs, where batches are small, if this package starts the Ray cluster.
 OBJECT_STORE_BYTES = 512 << 20
 # Name prefixes of the resources that every node has. Any other resource identifies a kind of node.
 COMMON_RESOURCES = ("CPU", "GPU", "memory", "object_store_memory", "node:")
@@ -199,8 +199,8 @@ def _answers(node: Mapping[str, Any]) -> bool:
 def expected_machines(on_gpus: bool, declared: str | None) -> list[Machine]:
     """Return the machines that a run would have, without starting anything.
 
-    These are the machines of the declared cluster, the machines of the joined Ray cluster, or this
-    machine alone.
+    The result contains the machines of the declared cluster, the machines of the joined Ray
+    cluster, or this machine alone.
     """
     if declared:
         sizes = machine.declared_machines(declared)
@@ -216,7 +216,7 @@ def expected_machines(on_gpus: bool, declared: str | None) -> list[Machine]:
 def places_now(plan: Placement) -> Places:
     """Return the machine of every process, on slots that are free now if there are enough.
 
-    Otherwise, other processes must end before the plan's processes can start.
+    If there are too few free slots, other processes must end before the plan's processes can start.
     """
     free_places = plan.places(machines(plan.on_gpus, free=True))
     return free_places or plan.check(machines(plan.on_gpus))
@@ -263,7 +263,7 @@ def _init_ray(*args: Any, **options: Any) -> Any:
             result.set_result(ray.init(*args, **options))
         except BaseException as error:
             result.set_exception(error)
-        # Keep this thread alive: Linux would kill the Ray processes that it started.
+        # Keep this thread alive: if it ended, Linux would kill the Ray processes it started.
         threading.Event().wait()
 
     threading.Thread(target=init, name="ray-init", daemon=True).start()
@@ -271,7 +271,7 @@ def _init_ray(*args: Any, **options: Any) -> Any:
         context = result.result()
     except (SystemExit, KeyboardInterrupt):
         if termination.asked():
-            _Started.spawning.acquire()  # never released: no more processes can start
+            _Started.spawning.acquire()  # never released, so that no more processes can start
             kill_started_ray()
             termination.end_at_once()
         raise
@@ -323,8 +323,8 @@ def own_cores() -> int:
 def _answering_address() -> str | None:
     """Return the address in RAY_ADDRESS, or the one that `ray start` has written on this machine.
 
-    Return None if neither exists. The file written by `ray start` outlives its cluster, and
-    `ray.init` would wait minutes for a dead cluster, so an address from the file is ignored if
+    Return None if there is no such address. The file written by `ray start` outlives its cluster,
+    and `ray.init` would wait minutes for a dead cluster, so an address from the file is ignored if
     nothing answers there. Raises PlacementError if nothing answers at RAY_ADDRESS.
     """
     requested = os.environ.get("RAY_ADDRESS")

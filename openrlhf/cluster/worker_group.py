@@ -40,7 +40,7 @@ class WorkerError(UserError, RuntimeError):
 
 @dataclass(frozen=True)
 class Call:
-    """A pending call to one or more processes. The first process's result is used."""
+    """A pending call to one or more processes. Only the first process's result is used."""
 
     references: tuple[Any, ...]  # Ray's reference to each process's result
     logs: tuple[str, ...]  # log file of each process
@@ -56,7 +56,9 @@ class Answer:
 
 
 class WorkerHost:
-    """The process on one device slot. Its roles share a process group and loaded libraries."""
+    """The process on one device slot. All roles of the process share a process group and loaded
+    libraries.
+    """
 
     def __init__(self) -> None:
         self.roles: dict[str, Any] = {}
@@ -196,8 +198,8 @@ class WorkerGroup:
     """The workers of one role, one per rank of their host group.
 
     `attention_length` is the length in tokens at which attention costs as much as the rest of the
-    role's model. This length determines how rows are divided among the ranks. If it is None, rows
-    are divided by tokens.
+    role's model. This length determines how rows are divided among the ranks. If `attention_length`
+    is None, rows are divided by tokens.
     """
 
     def __init__(

@@ -65,7 +65,7 @@ class Command(Section):
         return {path: value for path, value in values.items() if path not in self.given}
 
     def common_values(self, command: str) -> dict[str, Any]:
-        """Return further derived values, which several commands share, after `derived_values`."""
+        """Return derived values that several commands share; called after `derived_values`."""
         return {}
 
     def notices(self) -> Iterator[str]:

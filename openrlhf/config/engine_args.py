@@ -11,7 +11,7 @@ from openrlhf.config import machine
 from openrlhf.config.flags import flags_of
 from openrlhf.config.rollout import RolloutConfig, VLLMConfig
 
-# Refused arguments (names or patterns), by what to do instead or the reason why they are refused.
+# Refused arguments (names or patterns), keyed by what to do instead or why they are refused.
 REFUSED: dict[str, tuple[str, ...]] = {
     "use --actor.model_name_or_path or --model.model_name_or_path, with a folder for a revision": (
         "model",

@@ -1,7 +1,7 @@
 """Flags of earlier releases that are now part of other flags, or whose values were renamed.
 
-These flags are translated after the command line and the configuration file have been merged,
-because one current flag may depend on several of them.
+Old flags are translated after the command line and the configuration file have been merged, because
+one current flag may depend on several of them.
 """
 
 from __future__ import annotations

@@ -57,8 +57,9 @@ MEMORY_FILES = (  # cgroups v2 and v1
 def ray_may_run() -> bool:
     """Return whether there may be a running Ray cluster to join.
 
-    If so, RAY_ADDRESS is set or `ray start` has written a file on this machine. The file's path is
-    not part of Ray's public API, but importing Ray to query the path is slow.
+    A cluster may be running if RAY_ADDRESS is set or `ray start` has written a file on this
+    machine. The file's path is not part of Ray's public API, but importing Ray to query the path is
+    slow.
     """
     address = os.environ.get("RAY_ADDRESS")
     if address:
@@ -86,8 +87,8 @@ def declared_machines(cluster: str) -> list[int]:
 def count_gpus() -> int:
     """Return the number of CUDA devices that a run may use.
 
-    These are the GPUs of the Ray cluster that this process joined or, without a cluster, the GPUs
-    of this machine that CUDA_VISIBLE_DEVICES allows.
+    The count covers the GPUs of the Ray cluster that this process joined or, without a cluster, the
+    GPUs of this machine that CUDA_VISIBLE_DEVICES allows.
     """
     if cluster_gpus is not None:
         return cluster_gpus
@@ -237,7 +238,8 @@ def kernel_caches() -> dict[str, str]:
 def cluster_settings() -> dict[str, str]:
     """Return the environment variables that all processes of a run need.
 
-    These are NCCL, gloo and Ray settings, without the variables that identify this process.
+    The result contains NCCL, gloo and Ray settings, but not the variables that identify this
+    process.
     """
     settings: dict[str, str] = {}
     for name, value in os.environ.items():

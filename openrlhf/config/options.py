@@ -1,7 +1,7 @@
 """Parses a command line and a configuration file, and writes configurations as YAML.
 
 Every command calls `parse_config`, which raises one `ConfigError` with all mistakes. The command
-prints it to stderr and exits with status 2.
+prints the error to stderr and exits with status 2.
 """
 
 import json
@@ -43,7 +43,7 @@ from openrlhf.masking import hide, is_hidden
 from openrlhf.reporting import notice, say
 
 OLD_NAMES = {*PARTS, *NAMES, *RL_PARTS, *RL_NAMES}
-# Flags whose change in a resumed run causes no notice: logging, devices, processes and time limits.
+# Flags that may change in a resumed run without a notice: logging, devices, processes, time limits.
 FREE_TO_CHANGE = (
     "run.*",
     "logger.*",
@@ -92,7 +92,7 @@ def parse_config(root: type[R], argv: Sequence[str], *, command: str) -> R:
     config, notices = amend(root(), {**reader.given, "given": reader.given}).resolve(
         command=command
     )
-    # A violation that another mistake causes would be misleading.
+    # A violation caused by another mistake would be misleading.
     broken = [text for text in config.check() if not mentions(text, reader.doubtful)]
     violations = [*reader.problems, *broken]
     notice(*reader.notices)
@@ -253,8 +253,8 @@ class Reader:
         return f"{self.command} has no flag {name}.{hint}"
 
     def _drop_own_folder(self, file: Path) -> None:
-        """Drop the file's `run.dir` if it is the folder of the file, which belongs to an earlier
-        run.
+        """Drop `run.dir` from the file if it names the file's own folder, which belongs to an
+        earlier run.
         """
         folder = self.given.get("run.dir")
         if folder and Path(folder).resolve() == file.resolve().parent:
@@ -333,7 +333,7 @@ def leaves(
 def dump_yaml(config: Command, *, given_only: bool = False) -> str:
     """Return the configuration as YAML: all values in effect, or only those that the user set.
 
-    `--config` accepts only the output with `given_only`. Per-launch flags (`--dry_run`,
+    `--config` accepts only YAML that was written with `given_only`. Per-launch flags (`--dry_run`,
     `--local_rank`) and the W&B key are left out. Secrets in URLs are masked.
     """
     import yaml  # slow to import and needed only to write or compare files

@@ -1,4 +1,4 @@
-"""RL rules by topic. The module `rules` defines what a rule is."""
+"""RL rules by topic. See the module `rules` for the definition of a rule."""
 
 import os
 from collections.abc import Iterator

@@ -1,4 +1,4 @@
-"""Rules for rewards and engines. The module `rules` defines what a rule is."""
+"""Rules for rewards and engines. See the module `rules` for the definition of a rule."""
 
 from collections.abc import Iterator
 

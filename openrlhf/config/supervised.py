@@ -34,7 +34,7 @@ class SupervisedConfig(OptimizerConfig, Root):
 
     @property
     def _starts_here(self) -> bool:
-        """True if the run has the current number of processes.
+        """True if the run will use the current number of processes.
 
         A dry run or a plan without a launcher describes a run that a launcher will start later.
         """

@@ -1,4 +1,4 @@
-"""Rules and notices for training commands. The module `rules` defines what a rule is."""
+"""Rules and notices for training commands. See the module `rules` for the definition of a rule."""
 
 from collections.abc import Iterator, Mapping
 from pathlib import Path
@@ -73,9 +73,9 @@ def _not_a_multiple(ds: DeepSpeedConfig) -> str:
 
 
 def partition_violations(ds: DeepSpeedConfig, ranks: int, *, what: str) -> Iterator[str]:
-    """Yield a violation if the ranks cannot be divided into groups of --ds.zpg.
+    """Yield a violation if the ranks cannot be divided into groups of size --ds.zpg.
 
-    `what` describes, for the message, where `ranks` comes from.
+    For messages, `what` describes where `ranks` comes from.
     """
     if ds.zpg <= 1:
         return
@@ -200,7 +200,7 @@ def held_out_notices(config: Any, dataset: str, split: str) -> Iterator[str]:
 def rank_violations(batch_size: int, ranks: int, *, micro: int, what: str) -> Iterator[str]:
     """Yield a violation unless each rank gets a whole number of micro-batches.
 
-    `what` describes, for the message, where `ranks` comes from.
+    For messages, `what` describes where `ranks` comes from.
     """
     each, rest = divmod(batch_size, ranks)
     if rest:

@@ -1,4 +1,4 @@
-"""Flags whose features are not available yet (`not_yet`). These flags are refused by name."""
+"""Flags whose features are not available yet (`not_yet`). Unavailable flags are refused by name."""
 
 from collections.abc import Iterator
 from typing import Any

@@ -305,7 +305,7 @@ class Answers(TokenRows):
 class Steps(Ragged):
     """Texts with labelled steps."""
 
-    labels: Float[Tensor, " N"] = per_token()  # the label at the token that ends a step; else NaN
+    labels: Float[Tensor, " N"] = per_token()  # a step's label at its last token; NaN elsewhere
 
 
 @dataclass(frozen=True, kw_only=True)

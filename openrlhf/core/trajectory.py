@@ -55,7 +55,7 @@ class Prompt:
 
 @dataclass(frozen=True, kw_only=True)
 class Trajectory:
-    """One finished episode. Its per-token lists have length T.
+    """One finished episode. The per-token lists have length T.
 
     The generator or an agent creates trajectories, and the experience maker consumes them. Example
     with the prompt `2+2=` and the sampled answer `4<eos>` (made-up ids):

@@ -30,7 +30,7 @@ class Solution(NamedTuple):
 
 
 def row_costs(lengths: Sequence[int], attention_length: int | None) -> list[int]:
-    """Return the relative compute of each row: n · (A + n) for n tokens, or n without A.
+    """Return the relative compute of each row: n · (A + n) for n tokens, or n if A is None.
 
     A is the length at which attention costs as much as the matrix products with weights
     (`models.cost`).
@@ -127,7 +127,7 @@ def _partition_within(
     """Return `count` groups of at most `max_tokens`, or None if no partition is found.
 
     Groups of similar cost may exceed the limit, because many short rows cost as much as one long
-    row. In that case, groups with similar numbers of tokens are tried.
+    row; groups with similar numbers of tokens are then tried instead.
     """
     for balanced in (costs, lengths):
         parts = balanced_partition(balanced, count)

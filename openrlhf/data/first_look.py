@@ -1,7 +1,7 @@
 """Checks on a run's first rows, before any model is loaded.
 
-A definite mistake raises DataError, and a likely mistake is returned as a notice. The functions
-have no other side effects.
+A definite mistake raises DataError, and a likely mistake is returned as a notice. Apart from
+raising errors, the functions have no side effects.
 """
 
 import hashlib

@@ -43,5 +43,5 @@ class FirstStart:
 
     @property
     def entries(self) -> dict[str, Any]:
-        """Return the entries that `of` reads."""
+        """Return the entries from which `of` restores the settings."""
         return {MOMENT: self.moment, TRAINED_FORMAT: self.trained_format}

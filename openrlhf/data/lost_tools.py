@@ -1,6 +1,6 @@
 """Detects tools that a chat template omits.
 
-With such a template, the model sees neither the tool definitions nor the assistant's calls.
+If a template omits tools, the model sees neither the tool definitions nor the assistant's calls.
 """
 
 from collections.abc import Sequence

@@ -117,9 +117,9 @@ class Passage:
     def closed(self, ends: Sequence[str], marks: Sequence[str] = (), *, space: bool = True) -> Self:
         """Return the passage with trailing newlines removed, ending with one of `ends`.
 
-        `ends` are the texts that stop generation. If the text ends with none of them, append the
-        first one. With `space`, put a space before it unless the text ends with one of `marks`. The
-        appended end is a target if the text before it is a target.
+        `ends` are the texts that stop generation. If the text ends with none of `ends`, append the
+        first one. With `space`, put a space before the appended end unless the text ends with one
+        of `marks`. The appended end is a target if the text before it is a target.
         """
         text = self.text.rstrip("\n")
         closed = text

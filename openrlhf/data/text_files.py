@@ -2,7 +2,8 @@
 
 The readers of the datasets library infer types from a block of rows: they turn 00109 into a number,
 an extra field into an index, a string that looks like a date into a timestamp, and a missing key
-into a null. The readers here replace them; the library still handles files, splits and caching.
+into a null. This module's readers replace the library's readers; the library still handles files,
+splits and caching.
 """
 
 import codecs

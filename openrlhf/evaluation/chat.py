@@ -20,7 +20,7 @@ from openrlhf.launch.prompt_data import policy_tokenizer
 from openrlhf.models.loading import load_causal_lm
 from openrlhf.reporting import notice, say
 
-PLAIN = "User: {}\nAssistant: "  # for a model without a recorded format or a chat template
+PLAIN = "User: {}\nAssistant: "  # default for a model without a recorded format or a chat template
 EXIT = ("/exit", "exit")
 RESET = ("/reset", "clear")
 
@@ -151,7 +151,7 @@ class Chat:
 
     @torch.no_grad()
     def answer(self, message: str, model: Any) -> None:
-        """Stream the answer to a message to the terminal, and append both to `turns`.
+        """Stream the answer to the terminal, and append the message and the answer to `turns`.
 
         Ctrl-C interrupts the answer.
         """

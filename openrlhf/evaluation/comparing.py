@@ -78,7 +78,7 @@ def given_text(
 ) -> Trajectory:
     """Wrap a text in an episode that a reward model can score.
 
-    `number` is the index of the text's pair or row; `source` is its data source.
+    `number` is the index of the text's pair or row; `source` is the text's data source.
     """
     prompt = Prompt(index=number, text="", tokens=[], datasource=source)
     return TrajectoryBuilder(tokens).finish(
@@ -180,7 +180,7 @@ def _judged_pairs(pairs: Sequence[Comparison]) -> list[Comparison]:
 
 
 def metrics_of(pairs: Sequence[Comparison], columns: Columns) -> dict[str, float]:
-    """Return a table's numbers by logged name, with rates also per data source.
+    """Return a table's numbers by metric name; rates are also returned per data source.
 
     NaNs, such as a win rate without pairs, are omitted.
     """

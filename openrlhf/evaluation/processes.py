@@ -110,7 +110,7 @@ def reward_hosts(config: settings.SamplingCommand) -> HostGroup:
 
 
 def announce_engines(recorder: Recorder, config: settings.SamplingCommand, path: str) -> None:
-    """Print that engines are starting, because they print nothing until they are ready."""
+    """Announce that engines are starting, because they print nothing until they are ready."""
     recorder.display.status("starting engines")
     recorder.display.note(
         f"Starting {config.vllm.num_engines} engine(s) for {path}; logs: {recorder.folder.logs}"
