@@ -48,7 +48,7 @@ class ScalarModel(HeadedModel):
     def set_scale(self, mean: float, std: float) -> None:
         """Set the mean and standard deviation used by `normalize` and stored in exports.
 
-        Raises ModelError if either is not finite, or `std` is not positive.
+        Raises ModelError if a value is not finite, or if `std` is not positive.
         """
         self.mean, self.std = _scale(mean, std)
         self.config.update({"mean": self.mean, "std": self.std})

@@ -132,10 +132,10 @@ class CodeTest:
 
 
 def read_tests(label: Any) -> list[CodeTest]:
-    """Parse a label: JSON with "tests", or with "inputs" and "outputs". Raises ValueError.
+    """Parse a label, which is JSON with "tests", or with "inputs" and "outputs".
 
-    The two forms are `{"tests": "assert …", "entry": name}` and
-    `{"inputs": […], "outputs": […], "fn_name": name}`.
+    Raises ValueError for any other label. The two forms are `{"tests": "assert …", "entry": name}`
+    and `{"inputs": […], "outputs": […], "fn_name": name}`.
     """
     text = label_text(label)
     try:

@@ -69,7 +69,9 @@ def pack(bucket: Bucket, tensors: Iterable[NamedTensor], buffer: Tensor) -> None
     for (spec, view), (name, tensor) in zip(_views(bucket, buffer), tensors, strict=True):
         shape = tuple(tensor.shape)
         if (name, shape) != (spec.name, spec.shape):
-            raise ValueError(f"the manifest has {spec.name} {spec.shape}, not {name} {shape}")
+            raise ValueError(
+                f"the manifest has {spec.name} {spec.shape}, but the model has {name} {shape}"
+            )
         view.copy_(tensor.detach())
 
 

@@ -101,7 +101,7 @@ class TestPacking:
     def test_pack_rejects_a_tensor_with_a_different_name_or_shape(self, name, size):
         bucket = [TensorSpec(name="w", dtype=torch.float32, shape=(4,))]
         with pytest.raises(
-            ValueError, match=rf"the manifest has w \(4,\), the model {name} \({size},\)"
+            ValueError, match=rf"the manifest has w \(4,\), but the model has {name} \({size},\)"
         ):
             pack(bucket, [(name, torch.zeros(size))], torch.empty(16, dtype=torch.uint8))
 
