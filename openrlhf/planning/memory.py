@@ -135,33 +135,49 @@ class RoleMemory:
         g = DTYPE_BYTES[role.grad_accum_dtype]
         if not role.trained:
             return Gradients()
+        norm = self._norm_bytes()
         if role.zero_stage == 3:
             # the reduce bucket of h² elements, and the unsharded gradient of the largest weight
             reduced = role.width * (role.shape.hidden**2 + self._largest_trained())
             if role.adam_offload:
                 return Gradients(backward=reduced, host=(g + 4) * owned)
-            step = 4 * min(owned, SUB_GROUP)
+            step = max(4 * min(owned, SUB_GROUP), norm)
             return Gradients(idle=g * owned, kept=g * owned, backward=reduced, step=step)
-        flattened = role.width * min(self.trained, REDUCE_BUCKET)
         if role.zero_stage == 0:
+            flattened = role.width * min(self.trained, REDUCE_BUCKET)
             return Gradients(kept=role.width * self.trained, step=flattened)
         if self._has_bf16_optimizer:
             buffer = g * self.trained  # `BF16_Optimizer` does not shard this buffer
-            largest = 4 * self._largest_trained()
-            reduced = 2 * flattened if role.ranks > 1 else 0
             return Gradients(
                 idle=buffer,
                 kept=buffer + role.width * self.trained,
-                backward=largest,
-                step=4 * self.trained + largest + reduced,
+                backward=4 * self._largest_trained(),
+                step=self._bf16_step(g),
             )
         return self._zero_gradients(g)
+
+    def _bf16_step(self, g: int) -> int:
+        """Return the size of the temporary gradients in a step of `BF16_Optimizer`.
+
+        DeepSpeed flattens the entire gradient buffer, even on one rank, and all-reduces a copy of
+        it in bfloat16.
+        """
+        role = self.role
+        if self.constants.device == "cuda":
+            copy = role.width if g != role.width else 0
+            return (g + copy) * self.trained
+        # On CPUs, the formula that was held to measurement.
+        step = 4 * (self.trained + self._largest_trained())
+        if role.ranks > 1:
+            step += 2 * role.width * min(self.trained, REDUCE_BUCKET)
+        return step
 
     def _zero_gradients(self, g: int) -> Gradients:
         """Return the size of the gradients of `DeepSpeedZeroOptimizer` (stages 1 and 2)."""
         role, owned = self.role, self.owned
         has_copies = g != role.width  # gradients are summed in a different dtype than the weights'
         bucket = role.width * self._bucket_elements()
+        norm = self._norm_bytes()
         host = 0
         if role.adam_offload:
             host = 4 * owned + role.width * owned + role.width * self._largest_trained()
@@ -170,19 +186,53 @@ class RoleMemory:
             if has_copies:
                 whole += g * self.trained
             step = 0 if role.adam_offload else 4 * self.trained  # gradients are flattened first
-            extra = bucket if self.constants.device == "cuda" else 0
-            return Gradients(kept=whole, backward=extra, step=step, host=host)
+            if self.constants.device == "cuda":
+                bucket = g * self._bucket_elements()  # holds gradients as they are accumulated
+                step = max(step, self._reduced_in_step(g) - whole, norm)
+                return Gradients(kept=whole, backward=bucket, step=step, host=host)
+            return Gradients(kept=whole, step=step, host=host)
         # gradients are freed once their bucket is full
         pending = role.width * min(self.trained, REDUCE_BUCKET)
         if role.adam_offload:
             bucket += role.width * self._largest_trained()
             if not has_copies:
-                return Gradients(backward=bucket + pending, step=pending, host=host + 4 * owned)
+                step = max(pending, norm)
+                return Gradients(backward=bucket + pending, step=step, host=host + 4 * owned)
         if has_copies:
             pending += 4 * self._largest_trained()
-            return Gradients(kept=g * owned, backward=bucket + pending, host=host)
+            return Gradients(kept=g * owned, backward=bucket + pending, step=norm, host=host)
         backward = bucket + pending - g * owned
-        return Gradients(kept=g * owned, backward=backward, step=4 * owned)
+        return Gradients(kept=g * owned, backward=backward, step=max(4 * owned, norm))
+
+    def _reduced_in_step(self, g: int) -> int:
+        """Return the size of the gradients on a GPU while stage 1 reduces them, in its step.
+
+        The gradients of a full reduce bucket are in this bucket. They are flattened, and copied
+        again if they are reduced in the weights' data type. The rank keeps its part of the sums.
+        """
+        role = self.role
+        in_bucket = min(self.trained, REDUCE_BUCKET)
+        copy = role.width if g != role.width else 0
+        flattened = (g + copy) * in_bucket
+        sums = g * self.owned
+        if not copy:
+            flattened, sums = max(flattened, sums), 0  # the bucket is freed before it is copied
+        bucket = g * self._bucket_elements()
+        return bucket + g * (self.trained - in_bucket) + flattened + sums
+
+    def _norm_bytes(self) -> int:
+        """Return the size of the float64 copy from which ZeRO computes a gradient's norm on a GPU.
+
+        One gradient, or this rank's part of it, is copied at a time.
+        """
+        if self.constants.device == "cpu":
+            return 0  # the formulas were held to measurement without it
+        role, largest = self.role, self._largest_trained()
+        if not role.sharded:
+            return 8 * min(largest, self.owned)
+        if role.adam_offload:
+            return 0  # the gradients are in CPU memory
+        return 8 * -(-largest // role.ranks)
 
     def _bucket_elements(self) -> int:
         """Return how many elements of the reduce bucket take up memory.

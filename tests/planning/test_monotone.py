@@ -135,7 +135,8 @@ def test_zero_stages_shard_the_states_described_in_the_paper() -> None:
         masters_and_moments = held[stage].optimizer - 2 * min(parameters // 64, 4_000_000)
         assert masters_and_moments == pytest.approx(12 * parameters / 64, rel=0.01)
     assert held[1].gradients > 4 * parameters
-    assert held[2].gradients == pytest.approx(4 * parameters / 64, rel=0.01)
+    norm = 8 * min(SHAPE.largest_weight, parameters // 64)  # a copy of one gradient in float64
+    assert held[2].gradients - norm == pytest.approx(4 * parameters / 64, rel=0.01)
     assert held[2].weights == 2 * parameters
     assert held[3].weights < held[2].weights / 3
 

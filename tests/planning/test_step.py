@@ -1,0 +1,94 @@
+"""Tests of the memory of an optimizer step on a GPU.
+
+The expected sizes are those of the tensors that DeepSpeed creates in a step.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+
+from openrlhf.planning.constants import CUDA
+from openrlhf.planning.memory import RoleMemory
+from openrlhf.planning.roles import ModelRole, Pass
+from openrlhf.planning.shapes import shape_from_config
+from openrlhf.planning.usage import MIB, Instant
+from tests.planning.models import MODELS
+
+# The model of the measurements in docs/gpu.md.
+MEASURED = {
+    "model_type": "qwen2",
+    "vocab_size": 32_000,
+    "hidden_size": 1024,
+    "intermediate_size": 4096,
+    "num_hidden_layers": 24,
+    "num_attention_heads": 16,
+    "num_key_value_heads": 2,
+    "tie_word_embeddings": True,
+}
+MEASURED_STEPS = (9844, 10006, 10206, 9862)  # MiB in the table of docs/gpu.md
+BATCH = Pass(tokens=16, longest=16, scored=16)
+SAMPLES = 2 * 2 * 4_000_000  # bytes of the samples that count changed weights
+BUCKET = 500_000_000  # elements
+
+
+def step_bytes(role: ModelRole) -> int:
+    return RoleMemory(role, CUDA).train()[Instant.STEP].total
+
+
+@pytest.fixture
+def policy() -> ModelRole:
+    shape = shape_from_config(MEASURED)
+    return ModelRole(name="policy", shape=shape, trained=True, zero_stage=1, training=BATCH)
+
+
+def test_prediction_of_measured_steps_is_within_the_reserve(policy: ModelRole) -> None:
+    predicted = step_bytes(policy) / MIB
+    assert round(predicted) == 9722
+    for measured in MEASURED_STEPS:
+        assert predicted < measured < predicted * (1 + CUDA.reserve)
+
+
+def test_step_of_stage_1_in_bfloat16_holds_two_copies_of_the_gradients(policy: ModelRole) -> None:
+    """Weights 2, masters 4, moments 8, gradients 2 + 4, their float32 copy 4, its rounded copy 2.
+
+    Only masters and moments are divided among the ranks.
+    """
+    for ranks in (1, 4):
+        parameters = policy.shape.parameters
+        expected = (14 + 12 / ranks) * parameters + SAMPLES
+        assert step_bytes(replace(policy, dp=ranks)) == pytest.approx(expected, rel=1e-6)
+
+
+def test_step_of_stage_1_in_float32_holds_the_reduce_bucket(policy: ModelRole) -> None:
+    """Weights, masters, two moments, gradients: 4 bytes each. Smaller steps need another 4."""
+    role = replace(policy, dtype="fp32")
+    parameters = role.shape.parameters
+    assert step_bytes(role) == 20 * parameters + 4 * BUCKET
+    wide = MODELS["llama2-7b"]
+    role = replace(role, shape=shape_from_config(wide))
+    assert step_bytes(role) == 24 * role.shape.parameters
+
+
+def test_offloaded_step_of_stage_1_holds_bucket_and_copies(policy: ModelRole) -> None:
+    """The gradients in the bucket (4), their copies (4 + 2), and this rank's sums (4)."""
+    role = replace(policy, adam_offload=True)
+    parameters = role.shape.parameters
+    expected = 2 * parameters + 4 * BUCKET + 10 * parameters + SAMPLES
+    assert step_bytes(role) == pytest.approx(expected, rel=1e-6)
+
+
+def test_norm_copies_the_largest_gradient_in_float64(policy: ModelRole) -> None:
+    """Stage 2: weights, masters, moments, gradients, and 8 bytes per copied element."""
+    largest = policy.shape.largest_weight
+    parameters = policy.shape.parameters
+    stage2 = replace(policy, zero_stage=2, dp=4)
+    expected = (2 + 12 / 4 + 4 / 4) * parameters + 8 * largest + SAMPLES
+    assert step_bytes(stage2) == pytest.approx(expected, rel=1e-6)
+    many = replace(policy, zero_stage=2, dp=100)
+    part = parameters / 100  # smaller than the largest weight
+    expected = (2 + 16 / 100) * parameters + 8 * part + SAMPLES
+    assert step_bytes(many) == pytest.approx(expected, rel=1e-3)
+    offloaded = replace(policy, zero_stage=3, dp=4, adam_offload=True)  # gradients in CPU memory
+    assert RoleMemory(offloaded, CUDA).gradients.step == 0
