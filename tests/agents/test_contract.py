@@ -232,7 +232,7 @@ def test_custom_executor_runs_an_episode(own_loop: Stand) -> None:
     assert trajectory.rollout_logprobs[len(tokens) :] == answer(tokens, params).logprobs
 
 
-def test_environment_receives_env_kwargs_credits_each_turn_and_is_closed(
+def test_environment_receives_env_kwargs_and_credits_each_turn_and_is_closed(
     own_loop: Stand,
 ) -> None:
     [trajectory] = own_loop.rollout(prompt(label="shop"), n_samples_per_prompt=1)

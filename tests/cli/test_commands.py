@@ -323,7 +323,7 @@ def test_error_for_an_unknown_command_names_an_unreadable_plugin(
     assert capsys.readouterr().err == "error: --plugin gone.py is not a readable Python file.\n"
 
 
-def test_command_after_deepspeed_local_rank_is_recognized(
+def test_command_after_the_local_rank_flag_is_recognized(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
     with pytest.raises(SystemExit):

@@ -10,7 +10,7 @@ import pytest
 from openrlhf.cluster.ray_cluster import STARTED_BY, kill_started_ray
 
 
-def test_kill_started_ray_spares_ray_started_by_the_parent_run(
+def test_kill_started_ray_does_not_kill_the_ray_processes_of_the_parent_run(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setenv(STARTED_BY, f"{os.getppid()}-1")  # as if set by the parent run

@@ -100,7 +100,9 @@ def test_gather_raises_the_error_of_any_rank_in_a_slice(group: WorkerGroup) -> N
     assert "fail_on_rank_3" in str(raised.value.__cause__)
 
 
-def test_gather_timeout_error_names_the_log_of_the_rank_and_the_flag(group: WorkerGroup) -> None:
+def test_gather_timeout_error_names_the_log_of_the_rank_and_the_timeout_flag(
+    group: WorkerGroup,
+) -> None:
     calls = group.launch(Worker.sleep_on_rank_3, [1, 2])
     with pytest.raises(
         WorkerError,

@@ -89,7 +89,7 @@ def test_cpu_without_avx512_gets_a_notice_that_bfloat16_is_slow(
 # Attention
 
 
-def test_attention_without_a_gpu_is_sdpa_with_a_notice_only_if_flash_attention_was_requested(
+def test_without_a_gpu_sdpa_is_used_with_a_notice_only_if_flash_attention_was_requested(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
     assert sft().ds.attn_implementation == "sdpa"

@@ -124,7 +124,7 @@ ALSO_CALLED = {
 SHOWN_BY = {
     "model.ipo_enable": "config/test_derived.py::test_ipo_flag_selects_the_ipo_loss",
     "plugin": "config/test_plugins.py::test_names_and_traits_registered_by_a_plugin_are_used",
-    "local_rank": "cli/test_commands.py::test_command_after_deepspeed_local_rank_is_recognized",
+    "local_rank": "cli/test_commands.py::test_command_after_the_local_rank_flag_is_recognized",
     "rollout.remote_engines": ("config/test_derived.py::test_unused_remote_engines_get_a_notice"),
 }
 
@@ -348,6 +348,6 @@ def reads(module: str) -> set[tuple[str, str]]:
 
 
 @pytest.mark.parametrize("path", SHOWN_BY)
-def test_test_that_shows_a_flag_effect_exists(path: str) -> None:
+def test_every_test_listed_as_showing_a_flag_effect_exists(path: str) -> None:
     file, _, name = SHOWN_BY[path].partition("::")
     assert f"def {name}(" in (ROOT / "tests" / file).read_text()

@@ -130,7 +130,7 @@ def test_run_folder_is_not_reused_without_a_notice(
     assert load("train_sft", file, "--run.dir", str(tmp_path)).run.dir == str(tmp_path)
 
 
-def test_keys_may_be_nested_or_dotted(tmp_path: Path) -> None:
+def test_keys_in_a_configuration_file_may_be_nested_or_dotted(tmp_path: Path) -> None:
     file = tmp_path / "run.yaml"
     file.write_text(
         "model.model_name_or_path: m\n"
@@ -207,7 +207,7 @@ def test_empty_file_changes_nothing(tmp_path: Path) -> None:
         load("train_sft", file)
 
 
-def test_null_means_not_given_unless_the_flag_has_a_default(tmp_path: Path) -> None:
+def test_null_value_means_not_given_unless_the_flag_has_a_default(tmp_path: Path) -> None:
     file = tmp_path / "run.yaml"
     file.write_text(dump_yaml(ppo()))
     text = yaml.safe_load(file.read_text())

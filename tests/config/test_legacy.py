@@ -215,7 +215,7 @@ LEVELS = {"token": "token", "sequence": "seq-product", "geometric": "seq"}
 @pytest.mark.parametrize("loss", ["ppo", "cispo"])
 @pytest.mark.parametrize("mode", ["clip", "mask", "truncate"])
 @pytest.mark.parametrize("level", LEVELS)
-def test_every_correction_of_earlier_releases_is_accepted_from_their_files(
+def test_every_correction_of_earlier_releases_is_accepted_in_configuration_files(
     level: str, mode: str, loss: str, tmp_path: Path
 ) -> None:
     file = tmp_path / "config.yaml"

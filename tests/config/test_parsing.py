@@ -100,7 +100,7 @@ def test_error_for_an_invalid_value_quotes_the_user_input(line: str, sentence: s
         ("eval", "--data.prompt_dataset", "--eval.dataset"),
     ],
 )
-def test_unknown_flag_error_suggests_the_intended_flag(
+def test_error_for_an_unknown_flag_suggests_the_intended_flag(
     command: str, typed: str, meant: str
 ) -> None:
     (sentence,) = violations(command, f"{typed} 1")
@@ -110,7 +110,7 @@ def test_unknown_flag_error_suggests_the_intended_flag(
 
 @pytest.mark.parametrize("command", ["train_sft", "train_ppo_ray", "train_kto"])
 @pytest.mark.parametrize("typed", ["--data.inptu_key", "--data.imput_key", "--inptu_key"])
-def test_misspelled_flag_error_suggests_the_most_similar_flag_first(
+def test_error_for_a_misspelled_flag_suggests_the_most_similar_flag_first(
     command: str, typed: str
 ) -> None:
     (sentence,) = violations(command, f"{typed} 1")

@@ -35,7 +35,9 @@ def test_command_has_exactly_the_flags_in_the_table(command: str) -> None:
 
 
 @pytest.mark.parametrize(("command", "name"), EVERY_FLAG)
-def test_flag_has_the_type_default_and_choices_in_the_table(command: str, name: str) -> None:
+def test_flag_has_the_type_the_default_and_the_choices_listed_in_the_table(
+    command: str, name: str
+) -> None:
     flag, expected = flags_of(ROOTS[command])[name], EXPECTED[command][name]
     default = list(flag.default) if isinstance(flag.default, tuple) else flag.default
     assert type_of(flag) == expected["type"]

@@ -83,7 +83,7 @@ def test_select_returns_rows_in_the_given_order(lengths: list[int], data: Any) -
 
 
 @given(LENGTHS, st.data())
-def test_split_equals_selecting_each_part(lengths: list[int], data: Any) -> None:
+def test_splitting_a_batch_equals_selecting_each_part(lengths: list[int], data: Any) -> None:
     batch = batch_of(lengths)
     order = data.draw(st.permutations(range(len(lengths))))
     cut = data.draw(st.integers(0, len(lengths)))

@@ -175,7 +175,7 @@ def test_two_string_columns_become_a_user_message_and_an_assistant_message() -> 
     assert show(row) == ["<|user|>a<|end|>\n<|assistant|>", "[ok<|end|>]"]
 
 
-def test_the_output_column_continues_the_messages_of_the_input_column() -> None:
+def test_output_column_continues_the_messages_of_the_input_column() -> None:
     tokenizer = build_tokenizer(PLAIN_CHAT, eos="<|end|>")
     history = [user("a"), assistant("b"), user("c")]
     for output in ("ok", [assistant("ok")]):
