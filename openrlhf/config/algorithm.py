@@ -173,7 +173,7 @@ class AlgoConfig(Section):
         False, "Discard prompts whose mean score is outside the filtering range, and replace them."
     )
     dynamic_filtering_range: tuple[float, float] = option(
-        (0.0, 1.0), "Range of mean scores to keep, exclusive."
+        (0.0, 1.0), "Range of mean scores to keep; the bounds are exclusive."
     )
 
     def unused(self) -> Iterator[Unused]:

@@ -35,7 +35,7 @@ class ActorConfig(shared.GroupConfig, shared.TrainedModelConfig, OptimizerConfig
     """The policy; the reference is its initial copy."""
 
     policy_loss_type: str = option("ppo", "Policy loss.", choices=choices.POLICY_LOSSES)
-    eps_clip: float = option(0.2, "Clip range of the ratio on both sides.", gt=0)
+    eps_clip: float = option(0.2, "Clip range of the ratio, both below and above 1.", gt=0)
     eps_clip_low_high: tuple[float, float] = derived(
         "Clip ranges below and above 1; unset: eps_clip for both.", ge=0
     )

@@ -241,7 +241,9 @@ class RewardConfig(RuleConfig):
     )
     offload: bool = option(False, "Keep the reward models in CPU memory between uses.")
     num_nodes: int = option(1, "Nodes for the reward models.", ge=1)
-    num_gpus_per_node: int = option(8, "GPUs per node; without GPUs: CPU processes.", ge=1)
+    num_gpus_per_node: int = option(
+        8, "GPUs per node; on machines without GPUs, CPU processes per node.", ge=1
+    )
 
     @property
     def fallback(self) -> float | None:

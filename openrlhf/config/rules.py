@@ -55,7 +55,7 @@ def loading_notices(ds: LoadingConfig, given: Mapping[str, Any]) -> Iterator[str
         if isinstance(ds, DeepSpeedConfig) and ds.ring_attn_size > 1:
             why = f"--ds.ring_attn_size {ds.ring_attn_size} uses its own attention"
         elif ds.packing_samples and mixes_samples(asked):
-            why = "it mixes the samples that --ds.packing_samples concatenates"
+            why = "it would mix the samples that --ds.packing_samples concatenates"
         elif machine.count_gpus() == 0:
             why = "there is no GPU"
         else:

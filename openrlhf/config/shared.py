@@ -406,7 +406,9 @@ class GroupConfig(Section):
     """The devices of a role."""
 
     num_nodes: int = option(1, "Nodes for this role.", ge=1)
-    num_gpus_per_node: int = option(8, "GPUs per node; without GPUs: CPU processes.", ge=1)
+    num_gpus_per_node: int = option(
+        8, "GPUs per node; on machines without GPUs, CPU processes per node.", ge=1
+    )
 
 
 class ModelSourceConfig(Section):

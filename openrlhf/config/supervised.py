@@ -380,7 +380,8 @@ class PRMLossConfig(Section):
     placeholder_token: str = required("Text after each step; must be a single token.")
     reward_tokens: tuple[str, ...] = option(
         (),
-        "Labels, one token each; with soft labels, the labels of correct and incorrect steps.",
+        "Labels, each a single token; with soft labels, the tokens for correct and incorrect "
+        "steps.",
     )
 
 

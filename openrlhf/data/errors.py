@@ -82,7 +82,7 @@ def check_columns(rows: Any, needed: Mapping[str, str | None]) -> None:
     problems: list[str] = []
     for flag, column in needed.items():
         if column is not None and column not in columns:
-            fix = f"Set {flag} to one of them."
+            fix = f"Set {flag} to one of these columns."
             if len(rows) == 1:
                 fix = "If its only row contains the list of rows, write this list to its own file."
             for name in columns:

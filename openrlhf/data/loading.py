@@ -129,7 +129,8 @@ def _load_one(item: str, split: str, max_samples: int) -> Dataset:
         if split not in loaded:
             known = ", ".join(map(repr, map(str, loaded)))
             raise DataError(
-                f"{item} has no split {split!r}; it has {known}. Set {SPLIT_FLAGS} to one of them."
+                f"{item} has no split {split!r}; it has {known}. Set {SPLIT_FLAGS} to one of "
+                "these splits."
             )
         loaded = loaded[split]
     if not len(loaded):
