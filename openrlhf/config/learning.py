@@ -270,6 +270,23 @@ class RLFlags(Root):
         return self.algo.kl.init_coef > 0 and not self.ds.lora.rank
 
     @property
+    def policy_is_reference(self) -> bool:
+        """True if the policy without its adapters is the reference."""
+        return self.algo.kl.init_coef > 0 and self.ds.lora.rank > 0
+
+    @property
+    def needs_old_policy(self) -> bool:
+        """True if the update needs the trainer's log π_old, even if the policy has no dropout.
+
+        With one optimizer step and one epoch per batch, no KL in the reward, no correction and no
+        teacher, the importance ratio is 1 by construction, and π_old has no other use.
+        """
+        if self.train.max_epochs != 1 or self.train.batch_size < self.samples:
+            return True
+        algo = self.algo
+        return bool(algo.kl.in_reward or algo.advantage.corrects or algo.distill.teacher)
+
+    @property
     def has_frozen_policy(self) -> bool:
         """True if a reference or a teacher is loaded."""
         return self.has_reference or self.local_teacher is not None

@@ -34,17 +34,8 @@ RANDOM_LAYERS = ("dropout", "pdrop", "jitter")
 
 
 def needs_old_logprobs(config: PPOConfig) -> bool:
-    """Return whether the trainer recomputes log π_old before the update.
-
-    With one optimizer step and one epoch per batch, no KL in the reward, no correction, no teacher
-    and no dropout, the importance ratio is 1 by construction, and π_old has no other use.
-    """
-    if config.train.max_epochs != 1 or config.train.batch_size < config.samples:
-        return True
-    algo = config.algo
-    if algo.kl.in_reward or algo.advantage.corrects or algo.distill.teacher:
-        return True
-    return has_dropout(config)
+    """Return whether the trainer recomputes log π_old before the update."""
+    return config.needs_old_policy or has_dropout(config)
 
 
 def has_dropout(config: PPOConfig) -> bool:

@@ -1,9 +1,11 @@
 """Estimates the time and communication of a step from the rates of devices and networks.
 
-Compute: a forward pass takes 2 operations per active parameter and token, and 2·L·q·T for causal
-attention over T tokens (q: width of the queries); a backward pass takes twice as much, and gradient
-checkpointing adds a forward pass (Korthikanti et al. 2022, arXiv:2205.05198; Narayanan et al. 2021,
-arXiv:2104.04473). With adapters, a backward pass takes as much as a forward pass. Communication:
+Compute: a forward pass takes 2 operations per active parameter and token, and 4·q·c per layer for
+attention to c tokens on average (q: width of the queries; c is T/2 in a causal layer over T tokens,
+and less with a sliding window); a backward pass takes twice as much, and gradient checkpointing
+runs layers again (Korthikanti et al. 2022, arXiv:2205.05198; Narayanan et al. 2021,
+arXiv:2104.04473). The output layer runs only where logits are needed, and always runs again in the
+backward pass. With adapters, a backward pass takes as much as a forward pass. Communication:
 ZeRO's communication volumes are from Rajbhandari et al. 2020 (arXiv:1910.02054). Generation is
 limited by memory bandwidth: each token reads the weights and the KV cache once (Pope et al. 2022,
 arXiv:2211.05102).
@@ -16,6 +18,7 @@ from dataclasses import dataclass
 
 from openrlhf.planning.cluster import Cluster
 from openrlhf.planning.engines import cache_bytes_per_token
+from openrlhf.planning.memory import LIVE_PARAMETERS
 from openrlhf.planning.roles import EngineRole, ModelRole
 
 # Share of the data sheet's matrix-product rate achieved by training. A100s achieve 45 to 70 % in
@@ -55,11 +58,20 @@ def rate(cluster: Cluster) -> float:
     return teraflops * 1e12 * efficiency
 
 
-def forward_operations(role: ModelRole | EngineRole, length: int) -> float:
-    """Return the operations per token of a forward pass over a sequence of `length` tokens."""
+def layer_operations(role: ModelRole | EngineRole, length: int) -> float:
+    """Return the operations per token of the decoder layers, in sequences of `length` tokens."""
     shape = role.shape
-    attention = 2 * shape.layers * shape.queries * length
-    return 2 * shape.active_parameters + attention
+    context = 0.0  # tokens to which a token attends, summed over the layers
+    for window in shape.windows or (None,) * shape.layers:
+        seen = min(window or length, length)
+        context += seen - seen**2 / (2 * length)
+    layers = shape.active_parameters - shape.head_parameters
+    return 2 * layers + 4 * shape.queries * context
+
+
+def head_operations(role: ModelRole | EngineRole) -> float:
+    """Return the operations of the output layer per scored token."""
+    return 2 * role.shape.head_parameters
 
 
 def gather_seconds(size: float, cluster: Cluster, ranks: int) -> float:
@@ -82,8 +94,13 @@ def training_time(role: ModelRole, cluster: Cluster, *, tokens: int, length: int
     passes = 3
     if role.lora_rank:
         passes = 2  # the weights have no gradients
-    passes += role.recomputed_layers / role.shape.layers
-    compute = passes * tokens * forward_operations(role, length) / (ranks * rate(cluster))
+    again = role.recomputed_layers / role.shape.layers
+    scored = 1.0
+    if role.training:
+        scored = role.training.scored / role.training.tokens
+    operations = (passes + again) * layer_operations(role, length)
+    operations += (passes + 1) * scored * head_operations(role)
+    compute = tokens * operations / (ranks * rate(cluster))
     weights = role.width * role.shape.parameters / role.tp
     gradients = weights
     if role.lora_rank:
@@ -96,12 +113,12 @@ def training_time(role: ModelRole, cluster: Cluster, *, tokens: int, length: int
     communication = gather_seconds(moved, cluster, role.ranks)
     own = tokens / ranks
     split = role.width * own * role.shape.layers
-    if role.tp > 1:  # two all-reduces per layer, forward and backward
-        exchanged = 8 * split * role.shape.hidden
+    if role.tp > 1:  # two all-reduces per layer, forward, backward and in recomputed layers
+        exchanged = (8 + 4 * again) * split * role.shape.hidden
         moved += exchanged
         communication += gather_seconds(exchanged, cluster, role.tp)
-    if role.sp > 1:  # keys and values travel around the ring three times
-        exchanged = 3 * split * 2 * role.shape.keys * (role.sp - 1)
+    if role.sp > 1:  # keys and values travel around the ring, and their gradients do
+        exchanged = (3 + again) * split * 2 * role.shape.keys * (role.sp - 1)
         moved += exchanged
         communication += gather_seconds(exchanged, cluster, role.sp)
     return TrainingTime(
@@ -121,10 +138,31 @@ def _offloaded_seconds(role: ModelRole, cluster: Cluster) -> float:
     return machine + owned * (4 + role.width) / (PCIE * 1e9)
 
 
-def scoring_seconds(role: ModelRole, cluster: Cluster, *, tokens: int, length: int) -> float:
-    """Return the seconds that forward passes over `tokens` tokens take."""
+def scoring_seconds(
+    role: ModelRole, cluster: Cluster, *, tokens: int, length: int, heads: float | None = None
+) -> float:
+    """Return the seconds that forward passes over `tokens` tokens take.
+
+    `heads` is how often the output layer runs per token; by default, as in `role.scoring`.
+    """
+    assert role.scoring
+    if heads is None:
+        heads = role.scoring.scored / role.scoring.tokens
     ranks = role.dp * role.sp * role.tp
-    return tokens * forward_operations(role, length) / (ranks * rate(cluster))
+    operations = layer_operations(role, length) + heads * head_operations(role)
+    compute = tokens * operations / (ranks * rate(cluster))
+    communication = 0.0
+    split = role.width * tokens / ranks * role.shape.layers
+    if role.tp > 1:
+        communication += gather_seconds(4 * split * role.shape.hidden, cluster, role.tp)
+    if role.sp > 1:
+        exchanged = split * 2 * role.shape.keys * (role.sp - 1)
+        communication += gather_seconds(exchanged, cluster, role.sp)
+    weights = role.width * role.shape.parameters / role.tp
+    passes = math.ceil(tokens / (role.dp * role.sp * role.scoring.tokens))
+    if role.sharded and role.shape.parameters > LIVE_PARAMETERS:  # smaller models stay gathered
+        communication += gather_seconds(passes * weights, cluster, role.ranks)
+    return compute + max(0.0, communication - HIDDEN * compute)
 
 
 def generation_seconds(
@@ -143,7 +181,7 @@ def generation_seconds(
     # In a mixture of experts, a large batch uses all experts, so all weights are read.
     read = engine.width * shape.parameters + at_once * context * cache
     bandwidth = cluster.rates.memory_bandwidth * 1e9 * MEMORY_EFFICIENCY * engine.devices
-    operations = forward_operations(engine, prompt + answer)
+    operations = layer_operations(engine, prompt + answer) + head_operations(engine)
     computed = at_once * operations / (rate(cluster) * engine.devices)
     decoding = rounds * answer * max(read / bandwidth, computed)
     prefill = each * prompt * operations / (rate(cluster) * engine.devices)

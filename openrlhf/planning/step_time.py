@@ -5,7 +5,13 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-from openrlhf.config.supervised import DPOConfig, ReferencedConfig, SupervisedConfig
+from openrlhf.config.supervised import (
+    DPOConfig,
+    KDConfig,
+    KTOConfig,
+    ReferencedConfig,
+    SupervisedConfig,
+)
 from openrlhf.planning import speed
 from openrlhf.planning.cluster import Cluster
 from openrlhf.planning.plan import hosts_of
@@ -23,7 +29,7 @@ def step_lines(config: Any, cluster: Cluster) -> list[str]:
         assert model.training
         tokens = _batch_tokens(config, model, model.training)
         seconds, lines = _training(groups, cluster, tokens=tokens, updates=1, config=config)
-        scoring = _frozen_seconds(config, groups[0].roles, cluster)
+        scoring = _first_pass_seconds(config, groups[0].roles, cluster)
         if scoring:
             seconds += scoring
             lines.append(f"  score: {scoring:.1f} s")
@@ -47,22 +53,33 @@ def _batch_tokens(config: SupervisedConfig, model: ModelRole, batch: Pass) -> in
     return config.train.batch_size * rows * config.data.max_len
 
 
-def _frozen_seconds(
+def _first_pass_seconds(
     config: SupervisedConfig, roles: Sequence[ModelRole], cluster: Cluster
 ) -> float:
-    """Return the time of the reference's or teacher's passes in a step, in seconds."""
-    frozen = [role for role in roles if not role.trained]
+    """Return the seconds that the passes without gradient take in a step.
+
+    They are the passes of the reference or the teacher, and of the policy for KTO's KL.
+    """
+    length = config.data.max_len
+    policy, *frozen = roles
+    seconds = 0.0
+    if isinstance(config, KTOConfig):  # the second texts, as many as the trained ones
+        assert policy.training
+        tokens = _batch_tokens(config, policy, policy.training)
+        seconds += speed.scoring_seconds(policy, cluster, tokens=tokens, length=length)
     if isinstance(config, ReferencedConfig):
         is_precomputed = isinstance(config, DPOConfig) and config.ref.precompute
         if is_precomputed or not config.needs_reference:
-            return 0.0
+            return seconds
         if config.reference_is_policy:
-            frozen = list(roles)  # the policy with its adapters disabled
-    seconds = 0.0
+            frozen = [policy]  # with its adapters disabled
+    heads: float | None = None
+    if isinstance(config, KDConfig) and config.kd.top_k is None:
+        heads = 2  # the student's forward and backward passes run the teacher's output layer
     for role in frozen:
         assert role.scoring
         tokens = _batch_tokens(config, role, role.scoring)
-        seconds += speed.scoring_seconds(role, cluster, tokens=tokens, length=config.data.max_len)
+        seconds += speed.scoring_seconds(role, cluster, tokens=tokens, length=length, heads=heads)
     return seconds
 
 
@@ -111,8 +128,9 @@ def _rl(config: Any, groups: Sequence[Hosts], cluster: Cluster) -> tuple[float, 
             lines.append(f"  generate: {generation:.1f} s")
     scoring = 0.0
     for group in groups:
-        scoring = max(scoring, _scoring(group.roles, cluster, tokens=tokens, length=length))
-    lines.append(f"  score: {scoring:.1f} s")
+        scoring = max(scoring, _scoring(config, group.roles, cluster, tokens=tokens))
+    if scoring:
+        lines.append(f"  score: {scoring:.1f} s")
     updates = config.updates_of(config.rollout.batch_size)
     trained, parts = _training(
         groups, cluster, tokens=tokens * config.train.max_epochs, updates=updates, config=config
@@ -123,8 +141,13 @@ def _rl(config: Any, groups: Sequence[Hosts], cluster: Cluster) -> tuple[float, 
     return seconds, [*lines, *parts]
 
 
-def _scoring(roles: Sequence[ModelRole], cluster: Cluster, *, tokens: int, length: int) -> float:
+def _scoring(config: Any, roles: Sequence[ModelRole], cluster: Cluster, *, tokens: int) -> float:
+    """Return the seconds that models on the same devices take to score a step's samples."""
     seconds = 0.0
     for role in roles:
-        seconds += speed.scoring_seconds(role, cluster, tokens=tokens, length=length)
+        passes = 1
+        if role.name == "policy":
+            passes = int(config.needs_old_policy) + int(config.policy_is_reference)
+        once = speed.scoring_seconds(role, cluster, tokens=tokens, length=config.data.max_len)
+        seconds += passes * once
     return seconds
