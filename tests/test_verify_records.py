@@ -57,6 +57,14 @@ def test_every_record_belongs_to_a_commit_in_the_history(history: set[str]) -> N
     assert foreign(records, history) == []
 
 
+def test_every_record_names_a_test_that_exists() -> None:
+    for name in read_records():
+        path, _, test = name.partition("::")
+        function = test.partition("[")[0]
+        assert (ROOT / path).exists(), name
+        assert f"def {function}(" in (ROOT / path).read_text(encoding="utf-8"), name
+
+
 def test_record_of_unknown_commit_or_uncommitted_changes_is_detected(history: set[str]) -> None:
     head = git("rev-parse", "HEAD")
     assert foreign([replace(RECORD, commit=head)], history) == []
