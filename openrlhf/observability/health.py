@@ -189,8 +189,8 @@ RULES = [  # sorted in the order in which notices are printed
     Rule("nothing kept", "rollout/num_samples", "zero", points=0, at_end=True),
     Rule("no update", "train/(actor_|critic_)?(lr|grad_norm)", "zero"),
     Rule("no update", "train/(gpt_loss|loss|kto_loss|prm_loss)", "constant", 1e-6),
-    # `least=2`: the first warm-up step has a learning rate of 0. An interrupted run may have only
-    # the first step.
+    # `least=2`: the first warm-up step has a learning rate of 0.
+    # An interrupted run may have only the first step.
     Rule("no update", "train/(actor_)?lr", "zero", points=0, least=2, at_end=True),
     Rule("rounded away", "train/(actor_|critic_)?changed_weights", "below", 0.001),
     Rule("divergence", "train/(gpt_loss|loss|kto_loss|prm_loss)", "above", 0.5, of_start=1.5),

@@ -40,8 +40,8 @@ CPU = Constants(
 # `process_bytes` and `allocator_factor` were measured on one H100 with torch 2.11.
 # `process_bytes` is the size of the CUDA context with torch's kernels.
 # `allocator_factor` covers memory held by PyTorch's allocator in addition to the tensors.
-# `reserve` is larger than the largest measured error, because only one rank was measured: an
-# optimizer step needed 5.0 % more than predicted, 10,206 MiB instead of 9,722 MiB.
+# `reserve` is larger than the largest measured error, because only one rank was measured.
+# An optimizer step needed 5.0 % more than predicted, 10,206 MiB instead of 9,722 MiB.
 # The numbers for the engine are estimates.
 CUDA = Constants(
     device="cuda",

@@ -159,14 +159,14 @@ class RoleMemory:
     def _bf16_step(self, g: int) -> int:
         """Return the size of the temporary gradients in a step of `BF16_Optimizer`.
 
-        DeepSpeed flattens the entire gradient buffer, even on one rank, and all-reduces a copy of
-        it in bfloat16.
+        DeepSpeed flattens the entire gradient buffer, even on one rank, and all-reduces a bfloat16
+        copy of the buffer.
         """
         role = self.role
         if self.constants.device == "cuda":
             copy = role.width if g != role.width else 0
             return (g + copy) * self.trained
-        # On CPUs, the formula that was held to measurement.
+        # On CPUs, keep the formula that agrees with measurements.
         step = 4 * (self.trained + self._largest_trained())
         if role.ranks > 1:
             step += 2 * role.width * min(self.trained, REDUCE_BUCKET)
@@ -187,7 +187,7 @@ class RoleMemory:
                 whole += g * self.trained
             step = 0 if role.adam_offload else 4 * self.trained  # gradients are flattened first
             if self.constants.device == "cuda":
-                bucket = g * self._bucket_elements()  # holds gradients as they are accumulated
+                bucket = g * self._bucket_elements()  # has the accumulation dtype
                 step = max(step, self._reduced_in_step(g) - whole, norm)
                 return Gradients(kept=whole, backward=bucket, step=step, host=host)
             return Gradients(kept=whole, step=step, host=host)
@@ -207,8 +207,9 @@ class RoleMemory:
     def _reduced_in_step(self, g: int) -> int:
         """Return the size of the gradients on a GPU while stage 1 reduces them, in its step.
 
-        The gradients of a full reduce bucket are in this bucket. They are flattened, and copied
-        again if they are reduced in the weights' data type. The rank keeps its part of the sums.
+        The gradients of a full reduce bucket are in this bucket. The gradients are flattened, and
+        copied again if the reduction uses the weights' data type. The rank keeps its part of the
+        sums.
         """
         role = self.role
         in_bucket = min(self.trained, REDUCE_BUCKET)
@@ -216,17 +217,17 @@ class RoleMemory:
         flattened = (g + copy) * in_bucket
         sums = g * self.owned
         if not copy:
-            flattened, sums = max(flattened, sums), 0  # the bucket is freed before it is copied
+            flattened, sums = max(flattened, sums), 0  # the bucket is freed before the copy is made
         bucket = g * self._bucket_elements()
         return bucket + g * (self.trained - in_bucket) + flattened + sums
 
     def _norm_bytes(self) -> int:
         """Return the size of the float64 copy from which ZeRO computes a gradient's norm on a GPU.
 
-        One gradient, or this rank's part of it, is copied at a time.
+        One gradient, or this rank's part of a gradient, is copied at a time.
         """
         if self.constants.device == "cpu":
-            return 0  # the formulas were held to measurement without it
+            return 0  # measurements on CPUs agree without this copy
         role, largest = self.role, self._largest_trained()
         if not role.sharded:
             return 8 * min(largest, self.owned)

@@ -21,8 +21,9 @@ from openrlhf.planning.engines import cache_bytes_per_token
 from openrlhf.planning.memory import LIVE_PARAMETERS
 from openrlhf.planning.roles import EngineRole, ModelRole
 
-# Share of the data sheet's matrix-product rate achieved by training. A100s achieve 45 to 70 % in
-# published runs (docs/planning.md). Faster devices with similar memory achieve less.
+# Share of the data sheet's matrix-product rate achieved by training.
+# A100s achieve 45 to 70 % in published runs (docs/planning.md).
+# Faster devices with similar memory achieve less.
 EFFICIENCY = 0.55
 NEW_EFFICIENCY = 0.45
 NEWER_THAN = 600.0  # TFLOP/s
@@ -61,7 +62,7 @@ def rate(cluster: Cluster) -> float:
 def layer_operations(role: ModelRole | EngineRole, length: int) -> float:
     """Return the operations per token of the decoder layers, in sequences of `length` tokens."""
     shape = role.shape
-    context = 0.0  # tokens to which a token attends, summed over the layers
+    context = 0.0  # number of tokens that a token attends to, summed over the layers
     for window in shape.windows or (None,) * shape.layers:
         seen = min(window or length, length)
         context += seen - seen**2 / (2 * length)
@@ -113,11 +114,11 @@ def training_time(role: ModelRole, cluster: Cluster, *, tokens: int, length: int
     communication = gather_seconds(moved, cluster, role.ranks)
     own = tokens / ranks
     split = role.width * own * role.shape.layers
-    if role.tp > 1:  # two all-reduces per layer, forward, backward and in recomputed layers
+    if role.tp > 1:  # two all-reduces per layer in forward, backward and recomputed passes
         exchanged = (8 + 4 * again) * split * role.shape.hidden
         moved += exchanged
         communication += gather_seconds(exchanged, cluster, role.tp)
-    if role.sp > 1:  # keys and values travel around the ring, and their gradients do
+    if role.sp > 1:  # keys, values and their gradients travel around the ring
         exchanged = (3 + again) * split * 2 * role.shape.keys * (role.sp - 1)
         moved += exchanged
         communication += gather_seconds(exchanged, cluster, role.sp)
@@ -143,7 +144,8 @@ def scoring_seconds(
 ) -> float:
     """Return the seconds that forward passes over `tokens` tokens take.
 
-    `heads` is how often the output layer runs per token; by default, as in `role.scoring`.
+    `heads` is the number of times the output layer runs per token; by default, as in
+    `role.scoring`.
     """
     assert role.scoring
     if heads is None:
@@ -160,7 +162,7 @@ def scoring_seconds(
         communication += gather_seconds(exchanged, cluster, role.sp)
     weights = role.width * role.shape.parameters / role.tp
     passes = math.ceil(tokens / (role.dp * role.sp * role.scoring.tokens))
-    if role.sharded and role.shape.parameters > LIVE_PARAMETERS:  # smaller models stay gathered
+    if role.sharded and role.shape.parameters > LIVE_PARAMETERS:  # smaller models remain gathered
         communication += gather_seconds(passes * weights, cluster, role.ranks)
     return compute + max(0.0, communication - HIDDEN * compute)
 

@@ -58,12 +58,12 @@ def _first_pass_seconds(
 ) -> float:
     """Return the seconds that the passes without gradient take in a step.
 
-    They are the passes of the reference or the teacher, and of the policy for KTO's KL.
+    The reference or the teacher runs such passes, and so does the policy for KTO's KL.
     """
     length = config.data.max_len
     policy, *frozen = roles
     seconds = 0.0
-    if isinstance(config, KTOConfig):  # the second texts, as many as the trained ones
+    if isinstance(config, KTOConfig):  # as many second texts as trained texts
         assert policy.training
         tokens = _batch_tokens(config, policy, policy.training)
         seconds += speed.scoring_seconds(policy, cluster, tokens=tokens, length=length)

@@ -47,7 +47,7 @@ def answered(
 def wrong_requests(
     requests: Sequence[RewardRequest], tokenizer: PreTrainedTokenizerBase | None
 ) -> list[RewardRequest]:
-    """Answer each request that has a text label with the next different label.
+    """Return wrongly answered requests: each text label is answered with the next different label.
 
     Returns no requests if all labels are equal.
     """

@@ -46,8 +46,8 @@ class StepResult:
     applied: bool
     grad_norm: float  # gradient norm before clipping
     lr: float
-    # The fraction of rounded weights changed by the step. None for skipped steps and in float32,
-    # where weights are not rounded.
+    # The fraction of rounded weights changed by the step.
+    # None for skipped steps and in float32, where weights are not rounded.
     changed: float | None = None
     metrics: Metrics = field(default_factory=dict)
 
