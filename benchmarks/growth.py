@@ -23,10 +23,10 @@ from typing import Any
 import psutil
 
 from benchmarks.processes import trained
+from openrlhf.units import MIB
 from tests.tiny import HEADS, save_tiny_model
 
 ROOT = Path(__file__).parent.parent
-MIB = 2**20
 PROMPTS_PER_STEP = 2
 # Names of the processes, keyed by a part of their command line.
 ROLES = {

@@ -38,6 +38,7 @@ from openrlhf.trainers.experience_maker import ExperienceMaker
 from openrlhf.training.engine import TrainEngine
 from openrlhf.training.layout import RankLayout
 from openrlhf.training.strategy import Strategy
+from openrlhf.units import MIB
 from openrlhf.workers.base import RoleSettings
 from openrlhf.workers.frozen import ReferenceWorker
 from openrlhf.workers.policy import PolicyUpdate, PolicyWorker
@@ -45,7 +46,6 @@ from tests.ranks import fork_ranks
 
 VOCABULARY = 2048
 PROMPT_TOKENS = 1024
-MIB = 2**20
 
 
 class Step(NamedTuple):

@@ -39,7 +39,8 @@ from openrlhf.planning.memory import RoleMemory, predict_role
 from openrlhf.planning.model_files import read_shape
 from openrlhf.planning.roles import ModelRole, Pass
 from openrlhf.planning.shapes import ModelShape
-from openrlhf.planning.usage import MIB, Instant, Usage
+from openrlhf.planning.usage import Instant, Usage
+from openrlhf.units import MIB
 from tests.tiny import save_reward_model, save_tiny_model
 from tests.verify.record import git
 from tests.verify.results import packages

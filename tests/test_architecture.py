@@ -15,7 +15,7 @@ LEVELS = {
     room: level
     for level, rooms in enumerate(
         (
-            ("masking",),
+            ("masking", "units"),
             ("reporting",),
             ("config", "core", "files", "locks", "ring", "termination"),
             ("algorithms", "checks", "layer_plan", "observability", "planning", "rendezvous"),
@@ -63,6 +63,7 @@ STANDARD_LIBRARY_ONLY = [
     "planning*",
     "reporting",
     "termination",
+    "units",
     "utils",
     "cli*",
 ]

@@ -25,9 +25,9 @@ from openrlhf.files import disk_of
 from openrlhf.models.adapters import save_adapter
 from openrlhf.models.stored_files import writable, write_generation
 from openrlhf.training.whole import has_adapters
+from openrlhf.units import GIB
 
 ASIDE = ".export-"  # prefix of temporary folders
-GIB = 2**30
 
 
 class ExportError(UserError, RuntimeError):

@@ -31,14 +31,14 @@ from openrlhf.checks import Finding
 from openrlhf.config.shared import CheckpointConfig
 from openrlhf.files import disk_of, fingerprint, move, sync, sync_tree, write_atomically
 from openrlhf.reporting import warn
+from openrlhf.units import GIB, MIB
 
 SAVE_FAILED = "The run continues without a checkpoint for step {}: {}"
 RESUME_HINT = "Saved step {}. Resume with --ckpt.load_enable."
 NOTHING_SAVED = "No step was saved."
 HOW_TO_SAVE = " With --ckpt.save_steps, an interrupted run saves its last step."
 
-GIB = 2**30
-FULL = 2**20  # in bytes; a disk with no more free space than this counts as full
+FULL = MIB  # in bytes; a disk with no more free space than this counts as full
 MANIFEST = ".manifest.json"
 # Substrings of the RuntimeErrors that torch raises when it cannot write a file.
 TORCH_WRITE_ERRORS = ("PytorchStreamWriter", "file write failed", "unexpected pos")

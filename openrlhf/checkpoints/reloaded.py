@@ -32,9 +32,9 @@ from openrlhf.models.probe import find_gap, probe_logits
 from openrlhf.models.weights import stored_weights
 from openrlhf.reporting import notice
 from openrlhf.training.whole import full_shape, has_adapters
+from openrlhf.units import GIB
 from openrlhf.weights.buckets import bucket_hash
 
-GIB = 2**30
 ROOM = 1.2  # memory needed to load a model, as a multiple of its file size
 Digest = tuple[tuple[int, ...], torch.dtype, int]  # shape, dtype, hash of the bytes
 

@@ -18,6 +18,8 @@ from importlib.metadata import Distribution, distributions
 from pathlib import Path
 from typing import Any
 
+from openrlhf.units import MIB
+
 PROC = Path("/proc/driver/nvidia/gpus")
 CPU_INFO = Path("/proc/cpuinfo")
 CPU_QUOTA = Path("/sys/fs/cgroup/cpu.max")
@@ -118,7 +120,7 @@ def gpu_memory() -> int | None:
     """Return the memory in bytes of the machine's smallest GPU, or None if it is unknown."""
     command = "timeout 20 nvidia-smi --query-gpu=memory.total --format=csv,noheader,nounits"
     sizes = [int(line) for line in subprocess.getoutput(command).split() if line.isdecimal()]
-    return min(sizes, default=0) * 2**20 or None
+    return min(sizes, default=0) * MIB or None
 
 
 def installed(name: str) -> Distribution | None:

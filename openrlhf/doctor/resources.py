@@ -11,8 +11,8 @@ from openrlhf.config import machine
 from openrlhf.doctor.verdict import verdict
 from openrlhf.files import disk_of
 from openrlhf.isolation.sandbox import SandboxError, missing_protection
+from openrlhf.units import GIB
 
-GIB = 2**30
 MEMORY_GIB = 4  # enough for an engine and a training process with a tiny model
 SHM = Path("/dev/shm")
 OBJECT_STORE_GIB = 0.5  # size of Ray's object store on a machine without GPUs

@@ -13,8 +13,8 @@ from openrlhf.doctor.packages import vllm_versions
 from openrlhf.doctor.probes import probe
 from openrlhf.doctor.verdict import verdict
 from openrlhf.rollout.engine_settings import engine_device, engine_environment
+from openrlhf.units import GIB
 
-GIB = 2**30
 FREE_FRACTION = 0.9  # below this, a GPU is reported as used by other processes
 STACK = "Install versions of torch and vLLM that docs/gpu.md lists."
 # Optional packages, each with the module to import and the flags that need it.

@@ -21,6 +21,7 @@ from typing import Any, Self, TypeVar
 from openrlhf.isolation.call import Asked, Limits, ProcessLost, UserCall, UserCodeError
 from openrlhf.isolation.process import UserProcess, log_size
 from openrlhf.reporting import warn_once
+from openrlhf.units import MIB
 
 __all__ = ["Asked", "ProcessPool", "UserCall", "UserCodeError"]
 
@@ -31,7 +32,7 @@ LOSSES = (
     4
 )
 LOG_BYTES = 16 << 20  # logs larger than this are shortened
-LOG_KEPT = 1 << 20  # bytes kept at each end of a shortened log
+LOG_KEPT = MIB  # bytes kept at each end of a shortened log
 LOG_SECONDS = 1.0  # interval between checks of the log sizes
 T = TypeVar("T")
 

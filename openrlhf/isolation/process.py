@@ -23,6 +23,7 @@ from openrlhf.isolation.call import Asked, Limits, ProcessLost, UserCall, UserCo
 from openrlhf.isolation.confinement import UIDS
 from openrlhf.isolation.program import DUMP_SIGNAL, LENGTH, MAX_MESSAGE_BYTES
 from openrlhf.reporting import warn
+from openrlhf.units import GIB
 
 END_S = 5.0  # time for a process and all its descendants to end before the process is killed
 DUMP_S = 0.5  # time for a late call to write the stack trace that shows where it hangs
@@ -125,7 +126,7 @@ class UserProcess:
             output = os.dup(2)
         else:
             output = os.open(self.log, os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o644)
-        memory_bytes = int(self.limits.memory_gib * 2**30)
+        memory_bytes = int(self.limits.memory_gib * GIB)
         try:
             self.process = subprocess.Popen(
                 [sys.executable, "-c", PROGRAM, *map(str, (theirs.fileno(), memory_bytes, uid))],

@@ -3,8 +3,9 @@
 from pathlib import Path
 
 from openrlhf.reporting import notice
+from openrlhf.units import MIB
 
-MAX_PENDING_BYTES = 64 * 2**20
+MAX_PENDING_BYTES = 64 * MIB
 
 
 class LogFile:

@@ -6,7 +6,7 @@ import re
 from dataclasses import dataclass
 
 from openrlhf.planning.shapes import PlanError
-from openrlhf.planning.usage import GIB
+from openrlhf.units import GIB
 
 EXAMPLES = "2x8xH100-80GB (nodes x GPUs x kind), 8xA100-80GB, 4x24GB, cpu or cpu-64GB"
 CLUSTER = re.compile(r"(?:(\d+)x)?(\d+)x(?:([A-Za-z][A-Za-z0-9]*)(?:-|$))?(?:(\d+(?:\.\d+)?)GB)?")

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from openrlhf.planning.usage import MIB
+from openrlhf.units import MIB
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -15,7 +15,8 @@ from openrlhf.planning.activations import PassBytes, input_bytes, pass_bytes
 from openrlhf.planning.constants import Constants
 from openrlhf.planning.roles import DTYPE_BYTES, ModelRole, Pass
 from openrlhf.planning.trained import adapter_size, local_size, moment_width, trained_weights
-from openrlhf.planning.usage import MIB, Instant, Usage
+from openrlhf.planning.usage import Instant, Usage
+from openrlhf.units import MIB
 
 BUCKET_BYTES = {"cpu": 64 * MIB, "cuda": 256 * MIB}  # `workers.base.BUCKET_BYTES`
 REDUCE_BUCKET = 500_000_000  # DeepSpeed's reduce_bucket_size, in elements

@@ -14,8 +14,9 @@ from openrlhf.planning.model_files import read_shape
 from openrlhf.planning.offline_roles import STEP_SHARE, frozen_role, ring_part, trained_role
 from openrlhf.planning.roles import EngineRole, Hosts, ModelRole, Pass, check_split
 from openrlhf.planning.shapes import ModelShape
+from openrlhf.units import GIB
 
-CPU_CACHE_BYTES = 2**30  # `rollout.engine_settings.CPU_KV_CACHE_BYTES`
+CPU_CACHE_BYTES = GIB  # `rollout.engine_settings.CPU_KV_CACHE_BYTES`
 
 
 def rl_hosts(config: PPOConfig, *, on_gpus: bool) -> list[Hosts]:

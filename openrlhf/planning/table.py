@@ -6,7 +6,8 @@ from collections.abc import Iterator, Sequence
 from typing import Any
 
 from openrlhf.planning.plan import Plan, Pool
-from openrlhf.planning.usage import GIB, KINDS, MIB, Instant, Usage, gib
+from openrlhf.planning.usage import KINDS, Instant, Usage, gib
+from openrlhf.units import GIB, MIB
 
 SHOWN = tuple(instant for instant in Instant if instant is not Instant.IDLE)
 HEADINGS = {"kv_cache": "KV cache", "publication": "publication"}

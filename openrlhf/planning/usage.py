@@ -5,8 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, fields
 from enum import StrEnum
 
-MIB = 2**20
-GIB = 2**30
+from openrlhf.units import GIB, MIB
 
 
 class Instant(StrEnum):
@@ -57,4 +56,4 @@ def gib(size: float) -> str:
         return f"{size / GIB:,.0f} GiB"
     if size >= GIB / 10:
         return f"{size / GIB:.1f} GiB"
-    return f"{size / 2**20:.0f} MiB"
+    return f"{size / MIB:.0f} MiB"

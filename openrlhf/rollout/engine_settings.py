@@ -10,12 +10,13 @@ from typing import Any, Literal
 from openrlhf.config.machine import cluster_settings, count_gpus, kernel_caches
 from openrlhf.config.rollout import VLLMConfig
 from openrlhf.rollout.engine_versions import runner_environment
+from openrlhf.units import GIB
 
 Device = Literal["cpu", "cuda"]
 TORCH_NAMES = {"bf16": "bfloat16", "fp32": "float32"}
 ADAPTER_ID = 1  # id of the only adapter that an engine serves
 LORA_RANKS = (8, 16, 32, 64, 128, 256, 320, 512)  # the values accepted by vLLM's max_lora_rank
-CPU_KV_CACHE_BYTES = 2**30  # vLLM's own default zero-fills most of the machine's memory
+CPU_KV_CACHE_BYTES = GIB  # vLLM's own default zero-fills most of the machine's memory
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -21,6 +21,7 @@ from openrlhf.reporting import say, warn
 from openrlhf.serving.batcher import Batcher, Texts
 from openrlhf.serving.connections import MAX_CONNECTIONS, Connection, raise_connection_limit
 from openrlhf.serving.scorer import load_scorer
+from openrlhf.units import MIB
 
 PIECE_TEXTS = 4  # number of texts tokenized before another request gets its turn
 SHUTDOWN_TIMEOUT_S = 10  # time allowed for requests in progress when the server stops
@@ -129,7 +130,7 @@ async def read_body(request: Request, *, max_mib: float) -> bytes:
     body = bytearray()
     async for chunk in request.stream():
         body += chunk
-        if len(body) > max_mib * 2**20:
+        if len(body) > max_mib * MIB:
             raise HTTPException(
                 413, f"The request is larger than {max_mib:g} MiB (--max_request_mib)."
             )

@@ -24,9 +24,10 @@ from openrlhf.trainers.best import BestMetric
 from openrlhf.trainers.tasks import Micro, OfflineTask, Row, Rows
 from openrlhf.training.engine import TrainEngine
 from openrlhf.training.strategy import Strategy
+from openrlhf.units import GIB
 from openrlhf.workers.base import MicroBatchLimits, export_trained
 
-BUCKET_BYTES = 1 << 30  # bytes of weights that an export gathers at a time
+BUCKET_BYTES = GIB  # bytes of weights that an export gathers at a time
 
 T = TypeVar("T")
 

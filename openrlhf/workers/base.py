@@ -27,10 +27,11 @@ from openrlhf.observability.metrics import Last, Max, Mean, merge_all
 from openrlhf.training.engine import Metrics, StepResult, TrainEngine
 from openrlhf.training.gathered import exported_bytes, exported_parameters
 from openrlhf.training.strategy import Strategy
+from openrlhf.units import MIB
 
 Rows = TypeVar("Rows", bound=Ragged)
 # Weight bucket size by device type. An inference engine leaves little GPU memory free.
-BUCKET_BYTES = {"cpu": 64 << 20, "cuda": 256 << 20}
+BUCKET_BYTES = {"cpu": 64 * MIB, "cuda": 256 * MIB}
 
 
 @dataclass(frozen=True, kw_only=True)

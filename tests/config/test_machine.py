@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 
 from openrlhf.config import machine
+from openrlhf.units import GIB
 
 INSTALLED = machine.installed_gpus  # the original function, which conftest.py patches
 
@@ -108,7 +109,6 @@ def test_usable_cores_respect_affinity_and_container_quota(
     assert machine.usable_cores() == cores
 
 
-GIB = 2**30
 V2, V1 = (
     ("memory.max", "memory.current", "inactive_file"),
     ("memory.limit_in_bytes", "memory.usage_in_bytes", "total_inactive_file"),

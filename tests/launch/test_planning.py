@@ -15,11 +15,10 @@ from openrlhf.launch.planning import memory_findings, plan_lines, plan_of_run, t
 from openrlhf.planning.cluster import Cluster
 from openrlhf.planning.plan import make_plan
 from openrlhf.planning.usage import Instant
+from openrlhf.units import MIB
 from tests.config.commands import sft
 from tests.planning.models import write_models
 from tests.tiny import tiny_config
-
-MIB = 2**20
 
 
 @pytest.fixture(autouse=True)

@@ -9,7 +9,8 @@ from openrlhf.planning.cluster import parse_cluster
 from openrlhf.planning.engines import cache_bytes_per_token
 from openrlhf.planning.roles import EngineRole
 from openrlhf.planning.shapes import shape_from_config
-from openrlhf.planning.usage import GIB, Instant
+from openrlhf.planning.usage import Instant
+from openrlhf.units import GIB
 from tests.planning.conftest import Configure, MakePlan
 from tests.planning.models import MODELS
 

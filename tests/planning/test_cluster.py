@@ -6,7 +6,7 @@ import pytest
 
 from openrlhf.planning.cluster import parse_cluster
 from openrlhf.planning.shapes import PlanError
-from openrlhf.planning.usage import GIB
+from openrlhf.units import GIB
 
 
 @pytest.mark.parametrize(

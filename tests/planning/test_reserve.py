@@ -6,7 +6,8 @@ import pytest
 
 from openrlhf.planning.constants import CPU, CUDA, Constants
 from openrlhf.planning.plan import Pool, Process, Tenant
-from openrlhf.planning.usage import GIB, Instant, Usage
+from openrlhf.planning.usage import Instant, Usage
+from openrlhf.units import GIB
 
 
 def pool_with(name: str, usage: Usage, constants: Constants) -> Pool:

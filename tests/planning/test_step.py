@@ -13,7 +13,8 @@ from openrlhf.planning.constants import CUDA
 from openrlhf.planning.memory import RoleMemory
 from openrlhf.planning.roles import ModelRole, Pass
 from openrlhf.planning.shapes import shape_from_config
-from openrlhf.planning.usage import MIB, Instant
+from openrlhf.planning.usage import Instant
+from openrlhf.units import MIB
 from tests.planning.models import MODELS
 
 # The model of the measurements in docs/gpu.md.

@@ -20,6 +20,7 @@ from statistics import fmean, stdev
 import pytest
 
 from openrlhf.observability.run_folder import read_lines
+from openrlhf.units import GIB
 from tests.e2e.commands import column
 from tests.ranks import ROOT
 from tests.verify.real_model import Answered, PeakMemory, RealRun, record, write_page
@@ -29,7 +30,6 @@ pytestmark = pytest.mark.verify
 EXAMPLE = ROOT / "examples" / "real_model"
 SEEDS = [1, 2]
 CAPITAL = "What is the capital of France?"
-GIB = 2**30
 FLOAT32 = ("--ds.param_dtype", "fp32")
 
 
