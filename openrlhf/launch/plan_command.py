@@ -21,6 +21,10 @@ from openrlhf.planning.plan import make_plan
 from openrlhf.planning.step_time import step_lines
 from openrlhf.reporting import notice, say
 
+FEWER_DEVICES = (
+    "Lower the numbers of devices: --actor.num_nodes and --actor.num_gpus_per_node (also for ref, "
+    "critic and reward), --vllm.num_engines and --vllm.tensor_parallel_size."
+)
 LOCAL_PPO = {"train_ppo": StageCommand("train_ppo", LocalPPOConfig)}
 
 
@@ -33,7 +37,9 @@ def print_plan(config: PlanConfig, words: Sequence[str]) -> None:
     plan = make_plan(planned, cluster)
     found = table.as_json(plan)
     lines = table.lines(plan)
-    if not plan.fits:
+    if plan.shortage:
+        lines += ["", FEWER_DEVICES]
+    elif not plan.fits:
         nearest = advice.nearest_fit(planned, cluster)
         lines += ["", *advised(planned, nearest)]
         found["nearest"] = nearest and dict(nearest.flags)

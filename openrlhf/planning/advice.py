@@ -22,7 +22,7 @@ LENGTH_STEP = 128  # tokens
 LONGEST = 1 << 20
 LORA_RANK = 32
 ENGINE_SHARE = "vllm.gpu_memory_utilization"
-ENGINE_SHARES = (0.8, 0.7, 0.6, 0.5, 0.4, 0.3, 0.2)
+ENGINE_SHARES = (0.9, 0.8, 0.7, 0.6, 0.5, 0.4, 0.3, 0.2)
 
 
 @dataclass(frozen=True)
@@ -200,7 +200,7 @@ def _engine_changes(config: Any, cluster: Cluster) -> Iterator[Change]:
         if not ds.enable_sleep and not ds.adam_offload:
             values: dict[str, Any] = {"ds.enable_sleep": True}
             yield Change((values | {"ds.zero_stage": max(2, ds.zero_stage)},))
-        yield Change(({ENGINE_SHARE: min(ENGINE_SHARES)},))  # `Search.trial` tries all shares
+    yield Change(({ENGINE_SHARE: min(ENGINE_SHARES)},))  # `Search.trial` tries all shares
     devices = vllm.num_engines * vllm.devices
     if config.hybrid:
         devices = config.actor_ranks

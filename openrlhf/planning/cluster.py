@@ -9,8 +9,10 @@ from openrlhf.planning.shapes import PlanError
 from openrlhf.units import GIB
 
 EXAMPLES = "2x8xH100-80GB (nodes x GPUs x kind), 8xA100-80GB, 4x24GB, cpu or cpu-64GB"
-CLUSTER = re.compile(r"(?:(\d+)x)?(\d+)x(?:([A-Za-z][A-Za-z0-9]*)(?:-|$))?(?:(\d+(?:\.\d+)?)GB)?")
-CPU_MACHINE = re.compile(r"cpu(?:-(\d+(?:\.\d+)?)GB)?")
+CLUSTER = re.compile(
+    r"(?:(\d+)x)?(\d+)x(?:([A-Za-z][A-Za-z0-9]*)(?:-|$))?(?:(\d+(?:\.\d+)?)GB)?", re.IGNORECASE
+)
+CPU_MACHINE = re.compile(r"cpu(?:-(\d+(?:\.\d+)?)GB)?", re.IGNORECASE)
 
 
 @dataclass(frozen=True)
@@ -89,16 +91,18 @@ def parse_cluster(text: str, *, free_bytes: int = 0) -> Cluster:
     if found is None or not (found[3] or found[4]):
         raise PlanError(f"--cluster {text} is not a valid cluster. Examples: {EXAMPLES}.")
     nodes, per_node, kind, memory = found.groups()
+    kind = (kind or "").upper()
     if kind and kind not in KINDS_OF_DEVICES and not memory:
         raise PlanError(
-            f"--cluster {text}: the memory size of {kind} is not known. Add the size, e.g. "
-            f"{per_node}x{kind}-24GB, or use one of {', '.join(KINDS_OF_DEVICES)}."
+            f"--cluster {text}: the memory size of {found[3]} is not known. Add the size in GB "
+            f"after a hyphen, e.g. {per_node}xRTX5090-32GB, or use one of "
+            f"{', '.join(KINDS_OF_DEVICES)}."
         )
-    size = float(memory or KINDS_OF_DEVICES.get(kind or "", UNNAMED).memory)
+    size = float(memory or KINDS_OF_DEVICES.get(kind, UNNAMED).memory)
     cluster = Cluster(
         nodes=int(nodes or 1),
         per_node=int(per_node),
-        kind=kind or "",
+        kind=kind,
         device_bytes=round(size * GIB),
     )
     if cluster.devices == 0 or size == 0:

@@ -183,9 +183,7 @@ class RoleMemory:
         if role.adam_offload:
             host = 4 * owned + role.width * owned + role.width * self._largest_trained()
         if role.zero_stage == 1:
-            whole = role.width * self.trained
-            if has_copies:
-                whole += g * self.trained
+            whole = g * self.trained  # each gradient is freed once it is added to its sum
             step = 0 if role.adam_offload else 4 * self.trained  # gradients are flattened first
             if self.constants.device == "cuda":
                 bucket = g * self._bucket_elements()  # has the accumulation dtype
@@ -358,7 +356,7 @@ class RoleMemory:
             if role.width < 4 and not self._has_bf16_optimizer:
                 copied = 0  # the slices are converted to float32 without copying all weights
             grown += self.passing() + Usage(weights=role.width * copied)
-        if role.width < 4:
+        if role.width < 4 and not role.lora_rank:
             # restoring low bits takes the largest weight three times: stored, float32, rounded
             grown += Usage(weights=9 * role.shape.largest_weight)
         return [flattened, grown]

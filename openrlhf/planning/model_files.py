@@ -4,11 +4,15 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import struct
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from contextlib import suppress
 from functools import cache
+from http import HTTPStatus
 from pathlib import Path
 from typing import Any
+from urllib.error import HTTPError
 
 from openrlhf.planning.shapes import (
     FAMILIES,
@@ -22,6 +26,7 @@ from openrlhf.planning.shapes import (
 INDEX = "model.safetensors.index.json"
 SINGLE = "model.safetensors"
 HUB_TIMEOUT_S = 10.0
+HUB_NAME = re.compile(r"(?:[A-Za-z0-9][\w.-]*/)?[A-Za-z0-9][\w.-]*")  # owner/name, or an old name
 # Reads `length` bytes of a file, starting at `start`. If `length` is None, reads to the end.
 Read = Callable[[str, int, int | None], bytes]
 
@@ -38,7 +43,10 @@ def read_shape(path: str) -> ModelShape:
         config: dict[str, Any] = json.loads(read("config.json", 0, None))
         if text_config(config).get("model_type") in FAMILIES:
             return shape_from_config(config, path)
-        return shape_from_headers(_headers(read), config, path)
+        headers = _headers(read)
+        if headers is None:
+            return shape_from_config(config, path)  # raises: the architecture is not known
+        return shape_from_headers(headers, config, path)
     except (OSError, ValueError, KeyError) as error:
         if isinstance(error, PlanError):
             raise
@@ -75,6 +83,8 @@ def _local_folder(path: str) -> Path | None:
 
 
 def _hub_reader(path: str) -> Read:
+    if not HUB_NAME.fullmatch(path):
+        raise PlanError(f"The folder {path} does not exist, and this is not a valid Hub name.")
     if os.environ.get("HF_HUB_OFFLINE", "0") not in ("", "0"):
         raise PlanError(
             f"{path} is not a local folder and not cached, and the Hub cannot be reached. Use a "
@@ -96,14 +106,27 @@ def _hub_reader(path: str) -> Read:
     return read
 
 
-def _headers(read: Read) -> dict[str, tuple[int, ...]]:
-    """Return the shapes of all stored weights by name."""
+def _headers(read: Read) -> dict[str, tuple[int, ...]] | None:
+    """Return the shapes of all stored weights by name, or None if there are no safetensors files.
+
+    A model that is stored in a single file has no index.
+    """
     names = [SINGLE]
-    try:
+    with suppress(OSError):
         index = json.loads(read(INDEX, 0, None))
         names = sorted(set(index["weight_map"].values()))
-    except OSError:
-        pass  # a model that is stored in a single file has no index
+    try:
+        return _headers_of(read, names)
+    except FileNotFoundError:
+        return None
+    except HTTPError as error:
+        if error.code != HTTPStatus.NOT_FOUND:
+            raise
+        return None
+
+
+def _headers_of(read: Read, names: Sequence[str]) -> dict[str, tuple[int, ...]]:
+    """Return the shapes of all weights in these files by name."""
     sizes: dict[str, tuple[int, ...]] = {}
     for name in names:
         (length,) = struct.unpack("<Q", read(name, 0, 8))

@@ -20,6 +20,8 @@ from openrlhf.planning.cluster import Cluster
 from openrlhf.planning.engines import cache_bytes_per_token
 from openrlhf.planning.memory import LIVE_PARAMETERS
 from openrlhf.planning.roles import EngineRole, ModelRole
+from openrlhf.planning.shapes import ModelShape
+from openrlhf.planning.trained import local_size
 
 # Share of the data sheet's matrix-product rate achieved by training.
 # A100s achieve 45 to 70 % in published runs (docs/planning.md).
@@ -62,12 +64,31 @@ def rate(cluster: Cluster) -> float:
 def layer_operations(role: ModelRole | EngineRole, length: int) -> float:
     """Return the operations per token of the decoder layers, in sequences of `length` tokens."""
     shape = role.shape
+    layers = shape.active_parameters - shape.head_parameters
+    return 2 * layers + _attention_operations(shape, length)
+
+
+def _attention_operations(shape: ModelShape, length: int) -> float:
+    """Return the operations per token of the products of queries, keys and values."""
     context = 0.0  # number of tokens that a token attends to, summed over the layers
     for window in shape.windows or (None,) * shape.layers:
         seen = min(window or length, length)
         context += seen - seen**2 / (2 * length)
-    layers = shape.active_parameters - shape.head_parameters
-    return 2 * layers + 4 * shape.queries * context
+    return 4 * shape.queries * context
+
+
+def _rank_operations(role: ModelRole, length: int) -> float:
+    """Return the operations per token of the decoder layers on one rank.
+
+    Tensor parallelism divides attention and dense layers, but not experts.
+    """
+    whole = layer_operations(role, length)
+    if role.tp == 1:
+        return whole
+    saved = (1 - 1 / role.tp) * _attention_operations(role.shape, length)
+    for weight in role.shape.weights:
+        saved += 2 * (weight.numel - local_size(role, weight))
+    return whole - saved
 
 
 def head_operations(role: ModelRole | EngineRole) -> float:
@@ -91,7 +112,6 @@ def gather_seconds(size: float, cluster: Cluster, ranks: int) -> float:
 
 def training_time(role: ModelRole, cluster: Cluster, *, tokens: int, length: int) -> TrainingTime:
     """Return the time of an optimizer step over `tokens` tokens in sequences of `length`."""
-    ranks = role.dp * role.sp * role.tp
     passes = 3
     if role.lora_rank:
         passes = 2  # the weights have no gradients
@@ -99,9 +119,10 @@ def training_time(role: ModelRole, cluster: Cluster, *, tokens: int, length: int
     scored = 1.0
     if role.training:
         scored = role.training.scored / role.training.tokens
-    operations = (passes + again) * layer_operations(role, length)
+    operations = (passes + again) * _rank_operations(role, length)
     operations += (passes + 1) * scored * head_operations(role)
-    compute = tokens * operations / (ranks * rate(cluster))
+    own = tokens / role.ranks  # ranks that divide layers process the same tokens
+    compute = own * operations / rate(cluster)
     weights = role.width * role.shape.parameters / role.tp
     gradients = weights
     if role.lora_rank:
@@ -111,15 +132,16 @@ def training_time(role: ModelRole, cluster: Cluster, *, tokens: int, length: int
         moved = (role.window + 1) * gradients
     elif role.zero_stage == 3:
         moved = role.window * (2 * weights + gradients)
+    if role.ranks == 1:
+        moved = 0.0
     communication = gather_seconds(moved, cluster, role.ranks)
-    own = tokens / ranks
     split = role.width * own * role.shape.layers
     if role.tp > 1:  # two all-reduces per layer in forward, backward and recomputed passes
         exchanged = (8 + 4 * again) * split * role.shape.hidden
         moved += exchanged
         communication += gather_seconds(exchanged, cluster, role.tp)
     if role.sp > 1:  # keys, values and their gradients travel around the ring
-        exchanged = (3 + again) * split * 2 * role.shape.keys * (role.sp - 1)
+        exchanged = (3 + again) * split * 2 * role.shape.keys / role.tp * (role.sp - 1)
         moved += exchanged
         communication += gather_seconds(exchanged, cluster, role.sp)
     return TrainingTime(
@@ -150,18 +172,18 @@ def scoring_seconds(
     assert role.scoring
     if heads is None:
         heads = role.scoring.scored / role.scoring.tokens
-    ranks = role.dp * role.sp * role.tp
-    operations = layer_operations(role, length) + heads * head_operations(role)
-    compute = tokens * operations / (ranks * rate(cluster))
+    own = tokens / role.ranks
+    operations = _rank_operations(role, length) + heads * head_operations(role)
+    compute = own * operations / rate(cluster)
     communication = 0.0
-    split = role.width * tokens / ranks * role.shape.layers
+    split = role.width * own * role.shape.layers
     if role.tp > 1:
         communication += gather_seconds(4 * split * role.shape.hidden, cluster, role.tp)
     if role.sp > 1:
-        exchanged = split * 2 * role.shape.keys * (role.sp - 1)
+        exchanged = split * 2 * role.shape.keys / role.tp * (role.sp - 1)
         communication += gather_seconds(exchanged, cluster, role.sp)
     weights = role.width * role.shape.parameters / role.tp
-    passes = math.ceil(tokens / (role.dp * role.sp * role.scoring.tokens))
+    passes = math.ceil(own / role.scoring.tokens)
     if role.sharded and role.shape.parameters > LIVE_PARAMETERS:  # smaller models remain gathered
         communication += gather_seconds(passes * weights, cluster, role.ranks)
     return compute + max(0.0, communication - HIDDEN * compute)

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import pytest
 
+from openrlhf.config.planning import PlanConfig
+from openrlhf.launch.plan_command import print_plan
 from openrlhf.planning import advice
 from openrlhf.planning.cluster import parse_cluster
 from openrlhf.planning.engines import cache_bytes_per_token
@@ -178,3 +180,26 @@ def test_devices_that_share_a_key_value_head_each_cache_that_head() -> None:
     for tp, devices, expected in ((4, 4, 2 * 48), (16, 16, 48), (16, 32, 24)):
         engine = EngineRole(shape=shape, tp=tp, devices=devices)
         assert cache_bytes_per_token(engine) == head * expected
+
+
+def test_engines_on_their_own_devices_get_a_smaller_memory_share(configure: Configure) -> None:
+    line = (
+        "ppo --actor.model_name_or_path {llama2-70b} --algo.advantage.estimator reinforce "
+        "--ds.zero_stage 3 --ds.adam_offload --ds.packing_samples --train.micro_batch_size 1 "
+        "--actor.gradient_checkpointing_enable --algo.kl.init_coef 0 --actor.num_nodes 4 "
+        "--vllm.num_engines 1 --vllm.tensor_parallel_size 8 --vllm.gpu_memory_utilization 0.99"
+    )
+    cluster = "5x8xA100-80GB"
+    nearest = advice.nearest_fit(configure(line, cluster), parse_cluster(cluster))
+    assert nearest and list(nearest.flags) == [advice.ENGINE_SHARE]
+
+
+def test_too_few_devices_are_reported_with_the_flags_that_set_them(
+    models: dict[str, str], capsys: pytest.CaptureFixture[str]
+) -> None:
+    words = ["--actor.model_name_or_path", models["llama2-7b"], "--train.colocate_all"]
+    print_plan(PlanConfig(command="ppo", cluster="1x80GB"), words)
+    printed = capsys.readouterr().out
+    assert "The run needs 8 devices; the cluster has 1." in printed
+    assert "--actor.num_gpus_per_node" in printed
+    assert "smaller model" not in printed

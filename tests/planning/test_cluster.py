@@ -45,6 +45,19 @@ def test_error_for_an_invalid_cluster_quotes_its_text(text: str) -> None:
 
 
 def test_unknown_device_requires_a_memory_size() -> None:
-    with pytest.raises(PlanError, match="FOO-24GB"):
+    with pytest.raises(PlanError, match="FOO"):
         parse_cluster("8xFOO")
     assert parse_cluster("8xFOO-24GB").device_bytes == 24 * GIB
+
+
+@pytest.mark.parametrize(("text", "same"), [("8xh100", "8xH100"), ("4x24gb", "4x24GB")])
+def test_case_of_cluster_does_not_matter(text: str, same: str) -> None:
+    assert parse_cluster(text) == parse_cluster(same)
+
+
+def test_unknown_kind_names_kinds_and_the_form_with_a_size() -> None:
+    for kind in ("FOO", "H100x80GB"):
+        with pytest.raises(PlanError, match="32GB") as raised:
+            parse_cluster(f"8x{kind}")
+        assert kind in str(raised.value) and "H100," in str(raised.value)
+        assert f"{kind}-" not in str(raised.value)

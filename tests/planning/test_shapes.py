@@ -170,3 +170,16 @@ def test_cached_download_is_used_without_a_network(
     snapshot.mkdir(parents=True)
     (snapshot / "config.json").write_text(json.dumps(MODELS["llama2-7b"]))
     assert read_shape("owner/model-a1").layers == 32
+
+
+@pytest.mark.parametrize("path", ["/no/such/folder", "./model", "../model", "a/b/c", "~/model"])
+def test_missing_folder_is_not_looked_up_on_the_hub(path: str) -> None:
+    with pytest.raises(PlanError, match="does not exist"):
+        read_shape(path)
+
+
+def test_unknown_architecture_without_weight_files_is_named(tmp_path: Path) -> None:
+    sizes = {"hidden_size": 8, "num_attention_heads": 2, "num_hidden_layers": 2, "vocab_size": 8}
+    (tmp_path / "config.json").write_text(json.dumps({"model_type": "novel"} | sizes))
+    with pytest.raises(PlanError, match="'novel'"):
+        read_shape(str(tmp_path))

@@ -138,3 +138,32 @@ def test_sharded_reference_gathers_its_weights(configure: Configure) -> None:
         scoring_seconds(role, cluster, tokens=ROWS * 1024, length=512) for role in (roles[1], whole)
     ]
     assert times[0] > times[1]
+
+
+def test_ranks_that_split_layers_exchange_the_states_of_all_their_tokens(
+    configure: Configure,
+) -> None:
+    """Per layer, 4 all-reduces of 2 bytes, each of which sends every state twice."""
+    role = role_of(configure, f"sft {SFT_FLAGS} --ds.zero_stage 1 --ds.tensor_parallel_size 8")
+    time = training_time(role, parse_cluster(CLUSTER), tokens=8192, length=2048)
+    assert time.sent_bytes == 4 * 2 * 2 * 8192 * 32 * 4096
+
+
+def test_one_device_sends_nothing(configure: Configure) -> None:
+    [role] = offline_roles(configure(f"sft {SFT_FLAGS}", "1x80GB"), 1, True)
+    assert training_time(role, parse_cluster("1x80GB"), tokens=8192, length=2048).sent_bytes == 0
+
+
+def test_tensor_parallelism_divides_layers_but_not_experts_or_logits() -> None:
+    sizes = {"num_local_experts": 8, "num_experts_per_tok": 2, "num_key_value_heads": 8}
+    shape = shape_from_config(MODELS["llama2-7b"] | {"model_type": "mixtral"} | sizes)
+    cluster = parse_cluster(CLUSTER)
+    role = ModelRole(name="policy", shape=shape, trained=True, zero_stage=1)
+    times = [
+        training_time(replace(role, tp=tp), cluster, tokens=8192, length=2048).compute
+        for tp in (1, 4)
+    ]
+    attention = sum(w.numel for w in shape.weights if ".self_attn." in w.name)
+    divided = 3 * (2 * attention + 4 * 4096 * 32 * 1024)
+    saved = 8192 * divided * (3 / 4) / (312e12 * 0.55)
+    assert times[0] - times[1] == pytest.approx(saved)
