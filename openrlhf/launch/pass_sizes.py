@@ -42,8 +42,8 @@ def check_pass_sizes(config: PPOConfig, longest_prompt: int, *, on_gpus: bool) -
     )
     fix = (
         f"For passes of up to {pass_tokens} tokens, set --train.dynamic_batch_enable "
-        f"--train.max_tokens_per_gpu {pass_tokens}, or raise the sizes. The results do not change, "
-        "but each pass needs more memory."
+        f"--train.max_tokens_per_gpu {pass_tokens}, or raise these sizes. The results do not "
+        "change, but each pass needs more memory."
     )
     return [Finding(seen, fix)]
 

@@ -82,7 +82,10 @@ def prove_layout(model: nn.Module) -> list[Finding]:
         return [Finding(seen, fix, fails=True)]
     dropout = getattr(model.hf.config.get_text_config(), "attention_dropout", None)
     if model.ring and dropout:
-        seen = f"{_name(model)}, has an attention dropout of {dropout}, which a ring cannot apply."
+        seen = (
+            f"{_name(model)}, has an attention dropout of {dropout}, which ring attention cannot "
+            "apply."
+        )
         fix = "Use --ds.ring_attn_size 1, or set attention_dropout to 0 in its config.json."
         return [Finding(seen, fix, fails=True)]
     was_training = model.training
@@ -97,7 +100,7 @@ def prove_layout(model: nn.Module) -> list[Finding]:
         except UnsupportedAttentionError as error:
             faults.append(str(error))
         except Exception as error:  # the model's own code may raise any type
-            problem = f"its code or Transformers' failed ({type(error).__name__}: {error})"
+            problem = f"its own code or Transformers failed ({type(error).__name__}: {error})"
             faults.append(problem)
         finally:
             model.train(was_training)
@@ -199,7 +202,9 @@ def _find_fault(model: CheckedModel, case: _Case) -> str | None:
     own_rows = rows[own]
     leak = float(gradient.index_fill(0, own_rows, 0).norm() / gradient[own_rows].norm())
     if leak > LARGEST_LEAK:
-        return f"mixed them: a token depends on other sequences ({leak:.1g} of its gradient)"
+        return (
+            f"mixed the sequences: a token depends on other sequences ({leak:.1g} of its gradient)"
+        )
     error = (gradient[own_rows] - expected_gradient[0]).norm() / expected_gradient.norm()
     gap = find_gap(expected, numbers, model.hf.dtype)
     if not gap and not error <= GRADIENT_TOLERANCES[model.hf.dtype]:

@@ -112,7 +112,7 @@ class StoredWeights:
         if not problems:
             return
         if missing and self.unused:
-            problems.append(f"the files have other names instead: {_first(self.unused)}")
+            problems.append(f"the files contain these names instead: {_first(self.unused)}")
         raise ModelError(
             f"the weights in {self.path} do not match its config.json: {'; '.join(problems)}. "
             "Download or export the model again, or correct config.json."

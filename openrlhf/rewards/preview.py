@@ -92,7 +92,7 @@ async def reward_preview(
         return []
     seen = (
         f"The reward does not prefer correct answers. It gives {correct_rewards} to the labels "
-        f"(with the eos token, such as {shown(correct[0].response)}) and {wrong_rewards} to the "
+        f"(with the eos token, such as {shown(correct[0].response)}) but {wrong_rewards} to the "
         "labels of other rows."
     )
     fix = (

@@ -306,7 +306,7 @@ class Fleet:
             try:
                 ray.get(answer, timeout=0)
             except GetTimeoutError:
-                reason = f"it did not answer within --vllm.hang_timeout {timeout_s:g} s"
+                reason = f"it did not respond within --vllm.hang_timeout {timeout_s:g} s"
                 self.lose(member, actor, WorkerError(reason))
             except (*DEATHS, EngineError) as error:
                 self.lose(member, actor, error)

@@ -458,7 +458,7 @@ def test_model_that_mixes_up_packed_texts_is_rejected_before_the_first_step(
     }
     done = run("train_sft", flags, status=2)
     assert re.search(
-        r"packed into one row, and mixed them.*Drop --ds\.packing_samples", done.errors
+        r"packed into one row, and mixed the sequences.*Drop --ds\.packing_samples", done.errors
     ), done.errors
     assert "Traceback" not in done.errors and not (workspace / "mixed").exists()
 

@@ -100,7 +100,7 @@ def test_model_that_mixes_packed_documents_is_rejected(kind: str, dtype: torch.d
     """
     hf = random_model(kind, packing=True, **MIXING[kind]).to(dtype)
     with pytest.raises(
-        CheckError, match=r"packed into one row, and mixed them.*Drop --ds\.packing_samples"
+        CheckError, match=r"packed into one row, and mixed the sequences.*--ds\.packing_samples"
     ):
         check(PolicyModel(hf, packing=True))
     if dtype == torch.float32:
@@ -258,7 +258,7 @@ def test_reward_model_that_mixes_packed_documents_is_rejected() -> None:
     hf = AutoModelForSequenceClassification.from_config(config)
     check(ScalarModel(hf, packing=False))
     hf.set_attn_implementation(packed_attention.NAME)
-    with pytest.raises(CheckError, match="mixed them"):
+    with pytest.raises(CheckError, match="mixed the sequences"):
         check(ScalarModel(hf, packing=True))
 
 
