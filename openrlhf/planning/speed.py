@@ -17,11 +17,13 @@ import math
 from dataclasses import dataclass
 
 from openrlhf.planning.cluster import Cluster
-from openrlhf.planning.engines import cache_bytes_per_token
+from openrlhf.planning.constants import constants_for
+from openrlhf.planning.engines import cache_bytes_per_token, predict_engine
 from openrlhf.planning.memory import LIVE_PARAMETERS
 from openrlhf.planning.roles import EngineRole, ModelRole
 from openrlhf.planning.shapes import ModelShape
 from openrlhf.planning.trained import local_size
+from openrlhf.planning.usage import Instant
 
 # Share of the data sheet's matrix-product rate achieved by training.
 # A100s achieve 45 to 70 % in published runs (docs/planning.md).
@@ -194,14 +196,18 @@ def generation_seconds(
 ) -> float:
     """Return the seconds to generate `samples` answers of `answer` tokens to prompts.
 
-    Each engine generates its answers in rounds of at most 256 sequences.
+    Each engine generates its answers in rounds of at most 256 sequences, and of at most as many as
+    fit into its KV cache.
     """
     shape = engine.shape
     each = math.ceil(samples / engines)
-    at_once = min(each, MOST_SEQUENCES)
-    rounds = math.ceil(each / at_once)
-    cache = cache_bytes_per_token(engine) * engine.devices
     context = prompt + answer / 2
+    of_token = cache_bytes_per_token(engine)
+    usage = predict_engine(engine, constants_for("cuda"), cluster.device_bytes)
+    room = usage[Instant.GENERATE].kv_cache / (of_token * context)
+    at_once = max(1, min(each, MOST_SEQUENCES, int(room)))
+    rounds = math.ceil(each / at_once)
+    cache = of_token * engine.devices
     # In a mixture of experts, a large batch uses all experts, so all weights are read.
     read = engine.width * shape.parameters + at_once * context * cache
     bandwidth = cluster.rates.memory_bandwidth * 1e9 * MEMORY_EFFICIENCY * engine.devices

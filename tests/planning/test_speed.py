@@ -2,15 +2,21 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import replace
 
 import pytest
 
 from openrlhf.planning.cluster import parse_cluster
 from openrlhf.planning.offline_roles import offline_roles
-from openrlhf.planning.roles import ModelRole
+from openrlhf.planning.roles import EngineRole, ModelRole
 from openrlhf.planning.shapes import shape_from_config
-from openrlhf.planning.speed import layer_operations, scoring_seconds, training_time
+from openrlhf.planning.speed import (
+    generation_seconds,
+    layer_operations,
+    scoring_seconds,
+    training_time,
+)
 from openrlhf.planning.step_time import step_lines
 from tests.planning.conftest import Configure
 from tests.planning.models import MODELS
@@ -167,3 +173,28 @@ def test_tensor_parallelism_divides_layers_but_not_experts_or_logits() -> None:
     divided = 3 * (2 * attention + 4 * 4096 * 32 * 1024)
     saved = 8192 * divided * (3 / 4) / (312e12 * 0.55)
     assert times[0] - times[1] == pytest.approx(saved)
+
+
+def test_full_cache_limits_the_sequences_that_an_engine_generates_at_once() -> None:
+    """A sequence of 3,072 tokens on average takes 1.5 GiB: 16 of them fit into 24.4 GiB."""
+    shape = shape_from_config(MODELS["llama2-7b"])
+    small, large = (EngineRole(shape=shape, memory_share=share) for share in (0.475, 0.95))
+    seconds_of: list[float] = []
+    for engine in (small, large):
+        seconds_of.append(
+            generation_seconds(
+                engine,
+                parse_cluster("1xA100-80GB"),
+                engines=1,
+                samples=160,
+                prompt=2048,
+                answer=2048,
+            )
+        )
+    weights = 2 * shape.parameters
+    cache = 16 * 3072 * 2 * 32 * 4096 * 2
+    steps = math.ceil(160 / 16) * 2048
+    prefill = 160 * 2048 * (layer_operations(small, 4096) + 2 * 4096 * 32000) / (312e12 * 0.55)
+    expected = steps * (weights + cache) / (2039e9 * 0.6) + prefill
+    assert seconds_of[0] == pytest.approx(expected, rel=1e-3)
+    assert seconds_of[1] < seconds_of[0]
