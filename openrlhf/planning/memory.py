@@ -14,7 +14,7 @@ from functools import cached_property
 from openrlhf.planning.activations import PassBytes, input_bytes, pass_bytes
 from openrlhf.planning.constants import Constants
 from openrlhf.planning.roles import DTYPE_BYTES, ModelRole, Pass
-from openrlhf.planning.trained import adapter_size, local_size, moment_width, trained_weights
+from openrlhf.planning.trained import largest_trained, local_size, moment_width, trained_weights
 from openrlhf.planning.usage import Instant, Usage
 from openrlhf.units import MIB
 
@@ -139,7 +139,7 @@ class RoleMemory:
         norm = self._norm_bytes()
         if role.zero_stage == 3:
             # the reduce bucket of h² elements, and the unsharded gradient of the largest weight
-            reduced = role.width * (role.shape.hidden**2 + self._largest_trained())
+            reduced = role.width * (role.shape.hidden**2 + largest_trained(self.role))
             if role.adam_offload:
                 return Gradients(backward=reduced, host=(g + 4) * owned)
             step = max(4 * min(owned, SUB_GROUP), norm)
@@ -152,7 +152,7 @@ class RoleMemory:
             return Gradients(
                 idle=buffer,
                 kept=buffer + role.width * self.trained,
-                backward=4 * self._largest_trained(),
+                backward=4 * largest_trained(self.role),
                 step=self._bf16_step(g),
             )
         return self._zero_gradients(g)
@@ -168,7 +168,7 @@ class RoleMemory:
             copy = role.width if g != role.width else 0
             return (g + copy) * self.trained
         # On CPUs, keep the formula that agrees with measurements.
-        step = 4 * (self.trained + self._largest_trained())
+        step = 4 * (self.trained + largest_trained(self.role))
         if role.ranks > 1:
             step += 2 * role.width * min(self.trained, REDUCE_BUCKET)
         return step
@@ -181,7 +181,7 @@ class RoleMemory:
         norm = self._norm_bytes()
         host = 0
         if role.adam_offload:
-            host = 4 * owned + role.width * owned + role.width * self._largest_trained()
+            host = 4 * owned + role.width * owned + role.width * largest_trained(self.role)
         if role.zero_stage == 1:
             whole = g * self.trained  # each gradient is freed once it is added to its sum
             step = 0 if role.adam_offload else 4 * self.trained  # gradients are flattened first
@@ -193,12 +193,12 @@ class RoleMemory:
         # gradients are freed once their bucket is full
         pending = role.width * min(self.trained, REDUCE_BUCKET)
         if role.adam_offload:
-            bucket += role.width * self._largest_trained()
+            bucket += role.width * largest_trained(self.role)
             if not has_copies:
                 step = max(pending, norm)
                 return Gradients(backward=bucket + pending, step=step, host=host + 4 * owned)
         if has_copies:
-            pending += 4 * self._largest_trained()
+            pending += 4 * largest_trained(self.role)
             return Gradients(kept=g * owned, backward=bucket + pending, step=norm, host=host)
         backward = bucket + pending - g * owned
         return Gradients(kept=g * owned, backward=backward, step=max(4 * owned, norm))
@@ -227,7 +227,7 @@ class RoleMemory:
         """
         if self.constants.device == "cpu":
             return 0  # measurements on CPUs agree without this copy
-        role, largest = self.role, self._largest_trained()
+        role, largest = self.role, largest_trained(self.role)
         if not role.sharded:
             return 8 * min(largest, self.owned)
         if role.adam_offload:
@@ -242,15 +242,6 @@ class RoleMemory:
         if self.constants.device == "cuda":
             return REDUCE_BUCKET * (2 if self.role.overlap_comm else 1)
         return min(self.trained, REDUCE_BUCKET)
-
-    def _largest_trained(self) -> int:
-        sizes: list[int] = []
-        for weight in self.role.shape.weights:
-            if self.role.lora_rank:
-                sizes.append(adapter_size(self.role, weight))
-            else:
-                sizes.append(local_size(self.role, weight))
-        return max(sizes, default=0)
 
     @property
     def on_host(self) -> tuple[int, int]:
@@ -410,7 +401,7 @@ class RoleMemory:
         bucket = min(BUCKET_BYTES[self.constants.device], self.whole_bytes)
         largest = role.width * role.shape.largest_weight
         if role.adapter_only:
-            largest = role.width * self._largest_trained()
+            largest = role.width * largest_trained(self.role)
             bucket = min(bucket, role.width * self.trained)
         buffers = max(bucket, largest)
         if role.sharded or role.tp > 1:

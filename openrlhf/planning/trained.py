@@ -56,6 +56,12 @@ def trained_weights(role: ModelRole) -> int:
     return adapters
 
 
+def largest_trained(role: ModelRole) -> int:
+    """Return the number of elements in the largest trained weight on one rank, before ZeRO."""
+    size_of = adapter_size if role.lora_rank else local_size
+    return max((size_of(role, weight) for weight in role.shape.weights), default=0)
+
+
 def moment_width(role: ModelRole) -> float:
     """Return the mean size of the optimizer's moments per trained weight, in bytes."""
     if role.optimizer not in SPECIAL_BYTES:
