@@ -6,7 +6,7 @@ A head turns hidden states into log-probabilities, entropies, logits or values.
 from collections import OrderedDict
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
-from typing import Any, cast
+from typing import Any, NamedTuple, ParamSpec, TypeVar, cast
 from unittest.mock import patch
 
 import torch
@@ -16,6 +16,16 @@ from torch.nn.functional import linear
 from torch.utils.checkpoint import checkpoint
 
 from openrlhf.algorithms.tensors import linear_logprobs, linear_reduced, logit_logprobs, row_chunks
+
+P = ParamSpec("P")
+T = TypeVar("T")
+
+
+class LayerWeights(NamedTuple):
+    """The weight and bias of a linear layer, without gradient."""
+
+    weight: Float[Tensor, "V H"]
+    bias: Float[Tensor, " V"] | None
 
 
 class OutputHead(nn.Module):
@@ -33,55 +43,58 @@ class OutputHead(nn.Module):
         self.layer = layer
         self.precise = precise
 
-    def forward(
+    def forward(self, compute: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T:
+        """Return `compute(*args, **kwargs)`, where `compute` is a private method of this head.
+
+        The public methods use this forward pass, in which ZeRO 3 gathers the layer's weights.
+        """
+        return compute(*args, **kwargs)
+
+    def outputs(self, hidden: Float[Tensor, "K H"]) -> Float[Tensor, "K V"]:
+        """Return the outputs in at least float32."""
+        return self(self._outputs, hidden)
+
+    def scores(
         self,
         hidden: Float[Tensor, "K H"],
-        targets: Int[Tensor, " K"] | None = None,
+        targets: Int[Tensor, " K"],
         temperature: float = 1.0,
         entropy: bool = False,
-        reduce: Callable[[Tensor, slice], Tensor] | None = None,
-        weights: bool = False,
-    ) -> tuple[Tensor, Tensor | None]:
-        """Return log-probabilities (K,) of `targets`, and entropies in nats if `entropy` is set.
+    ) -> tuple[Float[Tensor, " K"], Float[Tensor, " K"] | None]:
+        """Return log-probabilities of `targets`, and entropies in nats if `entropy` is set.
 
-        With `reduce`, return the results of applying it to each chunk of float32 logits (k, V), one
-        per row. With `weights`, return the layer's weight (V, H) and bias (V,) without gradient.
-        Otherwise, return the outputs (K, V).
-
-        Except when outputs are returned, only one chunk of logits exists at a time. The backward
-        pass recomputes the logits.
+        Only one chunk of logits exists at a time. The backward pass recomputes the logits.
         """
-        if weights:
-            return self._weights()
-        if reduce:
-            assert not self.precise, "only outputs are computed in float32"
-            return self._reduced(hidden, reduce), None
-        if targets is None:
-            return self._outputs(hidden), None
-        assert not self.precise, "only outputs are computed in float32"
-        if not self._is_plain:
-            return self._adapted_scores(hidden, targets, temperature, entropy)
-        weight, bias = self.layer.weight, self.layer.bias
-        return linear_logprobs(
-            hidden, weight, targets, temperature=temperature, entropy=entropy, bias=bias
-        )
+        return self(self._scores, hidden, targets, temperature, entropy)
+
+    def reduced(
+        self, hidden: Float[Tensor, "K H"], reduce: Callable[[Tensor, slice], Tensor]
+    ) -> Float[Tensor, "K ..."]:
+        """Return the results of applying `reduce` to each chunk of float32 logits (k, V).
+
+        `reduce` returns one value or vector per row. Only one chunk of logits exists at a time. The
+        backward pass recomputes the logits.
+        """
+        return self(self._reduced, hidden, reduce)
+
+    def weights(self) -> LayerWeights:
+        """Return the layer's weights, which stay valid after the layer is moved or released.
+
+        Raises TypeError for an adapted layer.
+        """
+        return self(self._weights)
 
     @property
     def _is_plain(self) -> bool:
         """True for a linear layer without an adapter around it."""
         return type(self.layer).forward is nn.Linear.forward
 
-    def _weights(self) -> tuple[Tensor, Tensor | None]:
-        """Return the weight and the bias. The returned tensors stay valid after the layer is moved
-        or released.
-
-        Raises TypeError for an adapted layer.
-        """
+    def _weights(self) -> LayerWeights:
         if not self._is_plain:
             kind = type(self.layer).__name__
             raise TypeError(f"The output layer is a {kind}, not a linear layer without an adapter.")
         weight, bias = self.layer.weight, self.layer.bias
-        return _kept(weight), None if bias is None else _kept(bias)
+        return LayerWeights(_kept(weight), None if bias is None else _kept(bias))
 
     def _outputs(self, hidden: Tensor) -> Tensor:
         wide = torch.promote_types(hidden.dtype, torch.float32)
@@ -93,6 +106,7 @@ class OutputHead(nn.Module):
         return linear(hidden.to(wide), self.layer.weight.to(hidden.device, wide), bias)
 
     def _reduced(self, hidden: Tensor, reduce: Callable[[Tensor, slice], Tensor]) -> Tensor:
+        assert not self.precise, "only outputs are computed in float32"
         if self._is_plain:
             return linear_reduced(hidden, self.layer.weight, reduce, bias=self.layer.bias)
         _read_weights(self.layer)
@@ -109,9 +123,16 @@ class OutputHead(nn.Module):
             reduced.append(cast(Tensor, result))
         return torch.cat(reduced)
 
-    def _adapted_scores(
+    def _scores(
         self, hidden: Tensor, targets: Tensor, temperature: float, entropy: bool
     ) -> tuple[Tensor, Tensor | None]:
+        if self._is_plain:
+            assert not self.precise, "only outputs are computed in float32"
+            weight, bias = self.layer.weight, self.layer.bias
+            return linear_logprobs(
+                hidden, weight, targets, temperature=temperature, entropy=entropy, bias=bias
+            )
+
         def score_chunk(logits: Tensor, rows: slice) -> Tensor:
             logprobs, entropies = logit_logprobs(
                 logits, targets[rows], temperature=temperature, entropy=entropy

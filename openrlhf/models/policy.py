@@ -1,7 +1,9 @@
 """Causal language models as functions from tokens to their log-probabilities."""
 
 from collections.abc import Callable
-from typing import NamedTuple, Self
+from dataclasses import dataclass
+from functools import partial
+from typing import Any, NamedTuple, Self, TypeVar
 
 import torch
 from jaxtyping import Bool, Float, Int
@@ -9,9 +11,11 @@ from torch import Tensor
 from torch.nn.functional import linear
 from transformers import PreTrainedModel
 
-from openrlhf.models.backbone import HeadedModel, Outputs
+from openrlhf.models.backbone import Decoded, HeadedModel, Outputs
 from openrlhf.models.head import OutputHead
 from openrlhf.models.loading import LoadSpec, load_causal_lm, reject_transformed_logits
+
+T = TypeVar("T")
 
 
 class TokenScores(NamedTuple):
@@ -62,7 +66,9 @@ class PolicyModel(HeadedModel):
         # A token is scored from the state of the preceding token.
         previous = decoded.held(scored.nonzero()[:, 0] - 1)
         places = previous + 1
-        logprobs, entropies = self.head(decoded.at(previous), tokens[places], temperature, entropy)
+        logprobs, entropies = self.head.scores(
+            decoded.at(previous), tokens[places], temperature, entropy
+        )
         if entropies is not None:
             entropies = decoded.column(entropies, places)
         return TokenScores(
@@ -89,41 +95,92 @@ class LogitSource(NamedTuple):
         return logits.to(torch.promote_types(logits.dtype, torch.float32))
 
 
+@dataclass(frozen=True, kw_only=True)
+class OwnStates:
+    """The states at K positions of a flat batch that are on this rank."""
+
+    decoded: Decoded
+    states: Float[Tensor, "k H"]
+    rows: Int[Tensor, " k"]  # the index of each state among the K positions
+    count: int  # K
+
+    def joined(self, values: Float[Tensor, "k ..."]) -> Float[Tensor, "K ..."]:
+        """Combine the values of all ranks, one per state. All ranks of a ring must call this."""
+        if self.decoded.places is None:
+            return values
+        return self.decoded.joined(values, self.rows, self.count)
+
+
 class LogitModel(PolicyModel):
-    """A language model that applies a function to its logits, one chunk of positions at a time."""
+    """A language model that also computes functions of its logits.
+
+    Call it with `reduced_logits` or `logit_source`.
+    """
 
     def forward(  # pyright: ignore[reportIncompatibleMethodOverride]
         self,
         tokens: Int[Tensor, " N"],
         offsets: Int[Tensor, " B+1"],
         at: Bool[Tensor, " N"],
-        reduce: Callable[[Tensor, slice | Tensor], Tensor] | None = None,
-        source: bool = False,
-    ) -> Outputs | TokenScores | LogitSource:
-        """Return `reduce(logits (k, V), rows)` for the positions `at`, concatenated over the
-        chunks.
+        compute: Callable[["LogitModel", Tensor, Tensor, Tensor], T] = PolicyModel.forward,
+    ) -> T:
+        """Return `compute(self, tokens, offsets, at)`. By default, score the tokens `at`."""
+        return compute(self, tokens, offsets, at)
 
-        The logits at a position predict the next token. With `source`, return the `LogitSource` of
-        the positions, without gradient. Otherwise, score the tokens `at` like a policy.
-        """
-        if reduce is None and not source:
-            return super().forward(tokens, offsets, at)
+    def reduced(
+        self,
+        tokens: Tensor,
+        offsets: Tensor,
+        at: Tensor,
+        *,
+        reduce: Callable[[Tensor, slice | Tensor], Tensor],
+    ) -> Outputs:
+        """Return the result of `reduced_logits`."""
+        own = self._own_states(tokens, offsets, at)
+
+        def reduce_own(logits: Tensor, chunk: slice) -> Tensor:
+            if own.decoded.places is None:
+                return reduce(logits, chunk)
+            return reduce(logits, own.rows[chunk])
+
+        values = self.head.reduced(own.states, reduce_own)
+        return Outputs(own.joined(values), own.decoded.aux_loss)
+
+    def source(self, tokens: Tensor, offsets: Tensor, at: Tensor) -> LogitSource:
+        """Return the result of `logit_source`."""
+        own = self._own_states(tokens, offsets, at)
+        weight, bias = self.head.weights()
+        return LogitSource(own.joined(own.states).detach(), weight, bias)
+
+    def _own_states(self, tokens: Tensor, offsets: Tensor, at: Tensor) -> OwnStates:
         decoded = self.decode(tokens, offsets)
         places = at.nonzero()[:, 0]
         held = decoded.held(places)
-        # the indices of this rank's positions among all positions
         rows = torch.searchsorted(places, held)
-        states = decoded.at(held)
-        if reduce is None:
-            weight, bias = self.head(states, weights=True)
-            if decoded.places is not None:
-                states = decoded.joined(states, rows, len(places))
-            return LogitSource(states.detach(), weight, bias)
-        if decoded.places is None:
-            return Outputs(self.head(states, reduce=reduce)[0], decoded.aux_loss)
+        return OwnStates(decoded=decoded, states=decoded.at(held), rows=rows, count=len(places))
 
-        def reduce_own(logits: Tensor, chunk: slice) -> Tensor:
-            return reduce(logits, rows[chunk])
 
-        values, _ = self.head(states, reduce=reduce_own)
-        return Outputs(decoded.joined(values, rows, len(places)), decoded.aux_loss)
+def reduced_logits(
+    model: Any,
+    tokens: Int[Tensor, " N"],
+    offsets: Int[Tensor, " B+1"],
+    at: Bool[Tensor, " N"],
+    reduce: Callable[[Tensor, slice | Tensor], Tensor],
+) -> Outputs:
+    """Return `reduce(logits (k, V), rows)` for the positions `at`, concatenated over the chunks.
+
+    `model` is a `LogitModel`, possibly wrapped in an engine or a `FrozenModel`. The logits at a
+    position predict the next token. Only one chunk of logits exists at a time.
+    """
+    return model(tokens, offsets, at, partial(LogitModel.reduced, reduce=reduce))
+
+
+def logit_source(
+    model: Any, tokens: Int[Tensor, " N"], offsets: Int[Tensor, " B+1"], at: Bool[Tensor, " N"]
+) -> LogitSource:
+    """Return the source of a model's logits at the positions `at`, without gradient.
+
+    `model` is a `LogitModel`, possibly wrapped in an engine or a `FrozenModel`. The logits at a
+    position predict the next token.
+    """
+    return model(tokens, offsets, at, LogitModel.source)

@@ -56,7 +56,7 @@ class ScalarModel(HeadedModel):
     def forward(self, tokens: Int[Tensor, " N"], offsets: Int[Tensor, " B+1"]) -> Outputs:
         """Return the value of every prefix of every sequence, in float32, at its last token."""
         decoded = self.decode(tokens, offsets)
-        values = decoded.column(self.head(decoded.states)[0][:, 0])
+        values = decoded.column(self.head.outputs(decoded.states)[:, 0])
         if self.normalize:
             values = (values - self.mean) / self.std
         return Outputs(values, decoded.aux_loss)

@@ -18,7 +18,7 @@ from openrlhf.core.batches import TokenRows
 from openrlhf.data.loading import Table
 from openrlhf.data.sft import SFTDataset
 from openrlhf.models.loading import configuration
-from openrlhf.models.policy import LogitModel, LogitSource
+from openrlhf.models.policy import LogitModel, LogitSource, logit_source, reduced_logits
 from openrlhf.observability.metrics import Mean, Metric
 from openrlhf.rewards.remote_engines import RemoteEngine
 from openrlhf.trainers.remote_teacher import RemoteTeacher
@@ -102,9 +102,7 @@ class DistillationTask(SFTTask):
         teacher = self.frozen[TEACHER]
         with torch.no_grad():
             if top_k is None:
-                found: TopLogits | LogitSource = teacher(
-                    micro.tokens, micro.offsets, at, None, True
-                )
+                found = logit_source(teacher, micro.tokens, micro.offsets, at)
             else:
                 best = min(top_k, self.shared)
                 found = self._top_logits(teacher, micro, at, best)
@@ -112,11 +110,11 @@ class DistillationTask(SFTTask):
         return found
 
     def _top_logits(self, teacher: FrozenModel, micro: TokenRows, at: Tensor, k: int) -> TopLogits:
-        def kept(logits: Tensor, rows: slice) -> Tensor:
+        def kept(logits: Tensor, rows: slice | Tensor) -> Tensor:
             chosen = logits[:, : self.shared].topk(k)
             return torch.stack([chosen.values, chosen.indices.to(logits.dtype)], -1)
 
-        found = teacher(micro.tokens, micro.offsets, at, kept).values
+        found = reduced_logits(teacher, micro.tokens, micro.offsets, at, kept).values
         return TopLogits(found[..., 0], found[..., 1].long())
 
     def ask_server(self, micro: TokenRows, at: Tensor) -> TopLogits:
@@ -151,7 +149,7 @@ class DistillationTask(SFTTask):
         else:
             teacher = self.ask_model(micro, at)
 
-        def losses(logits: Tensor, rows: slice) -> Tensor:
+        def losses(logits: Tensor, rows: slice | Tensor) -> Tensor:
             own = -torch.log_softmax(logits, -1).gather(1, targets[rows, None])[:, 0]
             if isinstance(teacher, TopLogits):
                 theirs, tokens = teacher.values[rows], teacher.tokens[rows]
@@ -160,7 +158,7 @@ class DistillationTask(SFTTask):
             soft = soft_cross_entropy(logits[:, :shared], theirs, tokens)
             return torch.stack([own, soft], 1)
 
-        outputs = model(micro.tokens, micro.offsets, at, losses)
+        outputs = reduced_logits(model, micro.tokens, micro.offsets, at, losses)
         own, soft = outputs.values.sum(0)
         seen = float(len(targets))
         summed = (1 - self.kd.coef) * own + self.kd.coef * soft

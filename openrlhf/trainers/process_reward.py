@@ -15,7 +15,7 @@ from openrlhf.data.first_look import TextFormat
 from openrlhf.data.loading import Table
 from openrlhf.data.steps import StepDataset, StepRow
 from openrlhf.models.loading import STEP_TOKENS
-from openrlhf.models.policy import LogitModel, PolicyModel
+from openrlhf.models.policy import LogitModel, PolicyModel, reduced_logits
 from openrlhf.observability.metrics import Mean, Metric
 from openrlhf.trainers.tasks import LanguageTask, offline_task
 
@@ -90,7 +90,7 @@ class ProcessRewardTask(LanguageTask[PRMConfig, StepRow, Steps]):
         labels = micro.labels[at]
         among = torch.tensor(self.reward_tokens, device=labels.device)
 
-        def judged(logits: Tensor, rows: slice) -> Tensor:
+        def judged(logits: Tensor, rows: slice | Tensor) -> Tensor:
             """Return the loss at each given step, and whether the most likely label is correct."""
             if len(among):
                 logits = logits[:, among]
@@ -98,7 +98,7 @@ class ProcessRewardTask(LanguageTask[PRMConfig, StepRow, Steps]):
             losses = cross_entropy(logits, targets, reduction="none")
             return torch.stack([losses, (logits.argmax(1) == likeliest).to(losses.dtype)], 1)
 
-        outputs = model(micro.tokens, micro.offsets, at, judged)
+        outputs = reduced_logits(model, micro.tokens, micro.offsets, at, judged)
         summed, right = outputs.values.sum(0)
         seen = float(len(labels))
         accuracy = Mean(float(right.detach()), seen)

@@ -12,7 +12,7 @@ from openrlhf.core.batches import TokenRows
 from openrlhf.data.steps import one_token
 from openrlhf.data.tokenizer import get_tokenizer
 from openrlhf.models.loading import LoadSpec, step_tokens
-from openrlhf.models.policy import LogitModel
+from openrlhf.models.policy import LogitModel, reduced_logits
 from openrlhf.training.strategy import FrozenModel, Strategy
 
 
@@ -58,7 +58,8 @@ class StepScorer:
             shares += [1 / len(ends)] * len(ends)
             start += len(tokens)
         rows = TokenRows.from_lists(texts, judged).to(device)
-        outputs = self.model(
+        outputs = reduced_logits(
+            self.model,
             rows.tokens,
             rows.offsets,
             rows.loss_mask,

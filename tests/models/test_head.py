@@ -72,7 +72,7 @@ def test_adapted_head_matches_the_merged_layer_and_holds_one_chunk_of_logits(
         hidden, targets = inputs(rows)
         hidden.requires_grad_()
         with LargestTensor() as largest:
-            logprobs, entropies = OutputHead(layer)(hidden, targets, 0.7, True)
+            logprobs, entropies = OutputHead(layer).scores(hidden, targets, 0.7, True)
             assert entropies is not None
             (logprobs.sum() + entropies.square().sum()).backward()
         assert hidden.grad is not None
@@ -104,7 +104,7 @@ def test_function_of_chunked_logits_matches_full_logits_and_holds_one_chunk(
     expected = torch.autograd.grad((whole * shares).sum(), inputs_of_gradients)
     monkeypatch.setattr(tensors, "CHUNK_LOGITS", 4 * VOCABULARY)
     with LargestTensor() as largest:
-        reduced, _ = OutputHead(layer)(hidden, reduce=reduce)
+        reduced = OutputHead(layer).reduced(hidden, reduce)
         found = torch.autograd.grad((reduced * shares).sum(), inputs_of_gradients)
     assert largest.numel <= max(WIDTH, 4) * VOCABULARY, "all logits would be 48 · 1024"
     torch.testing.assert_close(reduced, whole)
@@ -121,7 +121,7 @@ def test_chunks_of_an_adapted_layer_run_no_forward_hooks(
         module.register_forward_hook(lambda module, *_: called.append(module))
         module.register_forward_pre_hook(lambda module, *_: called.append(module))
     hidden, targets = inputs()
-    logprobs, _ = OutputHead(adapter)(hidden.requires_grad_(), targets)
+    logprobs, _ = OutputHead(adapter).scores(hidden.requires_grad_(), targets)
     logprobs.sum().backward()
     assert called == []
     adapter(hidden)
@@ -145,11 +145,11 @@ def test_policy_scores_include_the_adapter_of_the_output_layer() -> None:
 
 
 @pytest.mark.parametrize("make", [lambda layer: layer, Adapter], ids=["plain", "adapted"])
-def test_head_without_targets_returns_float32_outputs(
+def test_outputs_of_a_bfloat16_head_are_float32(
     make: Callable[[nn.Linear], nn.Module],
 ) -> None:
     layer = make(nn.Linear(WIDTH, 8)).bfloat16()
     hidden, _ = inputs()
-    logits, entropies = OutputHead(layer)(hidden.bfloat16())
-    assert logits.dtype == torch.float32 and entropies is None
+    logits = OutputHead(layer).outputs(hidden.bfloat16())
+    assert logits.dtype == torch.float32
     assert torch.equal(logits, layer(hidden.bfloat16()).float())

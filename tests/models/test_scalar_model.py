@@ -155,13 +155,14 @@ def test_reward_depends_only_on_its_sequence() -> None:
 def test_precise_head_of_a_bfloat16_model_computes_in_float32() -> None:
     linear = torch.nn.Linear(512, 1, bias=False, dtype=torch.bfloat16)
     hidden = torch.randn(3, 512, dtype=torch.bfloat16)
-    outputs = OutputHead(linear, precise=True)(hidden)[0][:, 0]
+    outputs = OutputHead(linear, precise=True).outputs(hidden)[:, 0]
     expected = hidden.double() @ linear.weight.double()[0]
     assert outputs.dtype == torch.float32
     torch.testing.assert_close(outputs.double(), expected, atol=1e-5, rtol=1e-5)
-    for options in ({"reduce": lambda logits, rows: logits}, {"targets": torch.zeros(3).long()}):
-        with pytest.raises(AssertionError, match="float32"):
-            OutputHead(linear, precise=True)(hidden, **options)
+    with pytest.raises(AssertionError, match="float32"):
+        OutputHead(linear, precise=True).reduced(hidden, lambda logits, rows: logits)
+    with pytest.raises(AssertionError, match="float32"):
+        OutputHead(linear, precise=True).scores(hidden, torch.zeros(3).long())
 
 
 def test_normalization_subtracts_the_mean_and_divides_by_the_standard_deviation() -> None:
