@@ -167,7 +167,8 @@ class RuleConfig(Section):
     )
     retries: int = option(5, "Retries after a failed call to a reward server.", ge=0)
     workers: int = derived(
-        "Processes that run reward and agent code; unset: the number of CPU cores.", ge=1
+        "Number of processes that run reward and agent code. Default: the number of CPU cores.",
+        ge=1,
     )
     memory_gib: float = option(
         4.0, "Memory limit in GiB for each process that runs reward or agent code.", gt=0

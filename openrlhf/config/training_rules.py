@@ -100,7 +100,7 @@ def optimizer_violations(
     if optimizer.optim in ("muon", "adam_8bit") and ds.use_universal_ckpt:
         yield (
             f"<{section}optim>: --ds.use_universal_ckpt converts only the state of adam. Resume "
-            "with the same number of processes and leave it out."
+            "with the same number of processes and omit the flag."
         )
     if optimizer.optim == "adam_8bit":
         yield from bitsandbytes_violations(f"{section}optim", otherwise="use adam")

@@ -35,7 +35,7 @@ from openrlhf.rewards.rule import reward_of
 from openrlhf.rewards.servers import IN_FLIGHT
 
 WRONG_ANSWERS = 100  # number of rows that are also scored with a wrong answer
-SHOWN_OUTPUT = 2000  # maximum characters printed of the reward's output
+SHOWN_OUTPUT = 2000  # maximum number of characters of the reward's output to print
 SHOWN_EXAMPLES = 5
 SHOWN_TEXT = 60  # maximum characters printed of a response or label
 

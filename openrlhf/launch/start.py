@@ -204,7 +204,7 @@ def how_to_continue(config: PPOConfig) -> str:
 
 
 def plan_placement(config: PPOConfig, kind: str) -> Placement:
-    """Return the host groups of a run, which group its roles by shared devices."""
+    """Return a run's host groups: its roles, grouped by the devices that they share."""
     groups: list[HostGroup] = []
     for sharing in role_groups(config):
         group = HostGroup(

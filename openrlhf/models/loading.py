@@ -398,7 +398,7 @@ def pin_longrope(model: PreTrainedModel, max_len: int) -> None:
 def stored_tensors(
     model: PreTrainedModel, name: str, tensor: Tensor
 ) -> Iterator[tuple[str, Tensor]]:
-    """Yield a parameter under its names in the model's files.
+    """Yield a parameter under each name that it has in the model's files.
 
     The files list experts one by one. In memory, Transformers stacks a layer's experts.
     """

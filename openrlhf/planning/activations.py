@@ -182,7 +182,7 @@ def _logits(role: ModelRole, batch: Pass) -> tuple[float, float]:
     if role.keeps_logits:
         backward += 16
     if role.teacher_logits:
-        backward += 8  # the teacher's probabilities and the gradient of their products
+        backward += 8  # the teacher's probabilities, and the gradient of the products with them
     head = 0
     if role.full_training:
         head = (4 + b) * shape.head_parameters

@@ -426,7 +426,7 @@ VALUES = {
 
 
 def writing_to(command: str, places: dict[str, str]) -> Any:
-    """Return a command's configuration that writes to the given paths, keyed by flag."""
+    """Return a configuration of a command, keyed by flag, that writes to the given paths."""
     root = COMMANDS[command]
     given = {path: value for path, value in (VALUES | places).items() if path in flags_of(root)}
     return amend(root(), given | {"given": given})

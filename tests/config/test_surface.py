@@ -56,7 +56,7 @@ def test_number_of_flag_spellings_matches_the_reference() -> None:
     assert spellings["train_sft"] == 77
     assert spellings["train_rm"] == 79
     assert spellings["train_dpo"] == 82
-    # The reference also has --actor.loss_agg_mode, an alias of --algo.loss.aggregation here.
+    # --actor.loss_agg_mode of the reference is an alias of --algo.loss.aggregation here.
     assert spellings["train_ppo_ray"] == 166
     assert spellings["serve_rm"] == 14
 

@@ -176,7 +176,7 @@ def test_prompt_is_read_from_the_prompt_column() -> None:
     assert answers(row) == ("ok <eos>", "no <eos>")
 
 
-def test_token_that_merges_the_last_prompt_space_with_an_answer_is_scored_in_both_answers() -> None:
+def test_token_across_the_prompts_trailing_space_and_an_answer_is_scored_in_both_answers() -> None:
     rows = [{"q": "A", "chosen": "bee", "rejected": "cat"}]
     row = pairs(rows, prompt_key="q", input_template="{}: ", needs_prompt=True)[0]
     assert answers(row) == (" bee <eos>", " cat <eos>")
@@ -221,7 +221,7 @@ def test_answer_is_found_if_the_template_rewrites_the_history_or_adds_thoughts(
     assert answers(row) == (f"{opening}so it is<|end|>", f"{opening}so<|end|>")
 
 
-def test_plain_texts_without_a_prompt_column_are_scored_as_a_whole() -> None:
+def test_plain_text_rows_without_a_prompt_column_are_scored_in_full() -> None:
     row = pairs([{"chosen": "Q: a", "rejected": "Q: b"}], needs_prompt=True)[0]
     assert row.prompt_length == 0
 

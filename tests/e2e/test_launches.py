@@ -185,7 +185,7 @@ def test_documented_rm_command_trains(offline: dict[str, Finished], workspace: P
 
 @dataclass(frozen=True, kw_only=True)
 class Cluster:
-    """A Ray cluster with two nodes: its job address, shell environment, and the nodes' folders."""
+    """A two-node Ray cluster: its job address, its shell environment, and its nodes' folders."""
 
     api: str
     variables: dict[str, str]

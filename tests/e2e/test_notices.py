@@ -26,7 +26,7 @@ def workspace(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 def notices(printed: str, report: Path) -> list[str]:
-    """Return the notices on the terminal after checking that the report lists each of them once."""
+    """Check that the report lists each notice once, and return the notices on the terminal."""
     found = [
         line.removeprefix("[notice] ")
         for line in printed.splitlines()

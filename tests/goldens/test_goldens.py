@@ -50,7 +50,7 @@ def differences(recorded: Any, now: Any, place: str, *, exact: bool) -> list[str
     numeric = isinstance(recorded, int | float) and isinstance(now, int | float)
     if not exact and numeric and math.isclose(recorded, now, rel_tol=RELATIVE, abs_tol=ABSOLUTE):
         return []
-    return [f"{place}: {recorded!r} was recorded, now {now!r}"]
+    return [f"{place}: recorded as {recorded!r}, now {now!r}"]
 
 
 def marked(name: str) -> Any:

@@ -175,6 +175,6 @@ def test_run_whose_weights_do_not_fit_is_refused(paths: dict[str, str]) -> None:
         report(*found)
 
 
-def test_run_that_fits_has_no_finding(paths: dict[str, str]) -> None:
+def test_run_that_fits_produces_no_findings(paths: dict[str, str]) -> None:
     config = amend(sft(), {"model.model_name_or_path": paths["llama2-7b"]})
     assert memory_findings(config, make_plan(config, machine_with(1 << 30))) == []

@@ -111,7 +111,7 @@ def test_implausible_reports_out_of_range_number_with_its_step(name, value, sent
     assert found.startswith("step 7: ") and found.endswith(sentence)
 
 
-def test_implausible_reports_mean_above_maximum():
+def test_mean_above_its_maximum_is_reported_as_implausible():
     row = {"step": 2, "train/logprob_gap_mean": 0.5, "train/logprob_gap_max": 0.25}
     assert implausible([row]) == [
         "step 2: train/logprob_gap_mean is 0.5, and train/logprob_gap_max is only 0.25"

@@ -152,7 +152,7 @@ def reported_when(rows: list[Row]) -> str:
     return "never"
 
 
-def test_regression_is_reported_if_score_stays_or_ends_below_its_start() -> None:
+def test_regression_is_reported_if_the_score_stays_or_ends_below_its_first_value() -> None:
     assert reported_when(evaluations(0.5, 0.4, 0.5, 0.6)) == "never"
     assert reported_when(evaluations(0.5, 0.4, 0.4, 0.6)) == "running"
     assert reported_when(evaluations(0.5, 0.6, 0.4)) == "end"

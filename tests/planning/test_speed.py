@@ -77,7 +77,7 @@ def test_kto_scores_both_texts_with_the_reference_and_one_with_the_policy(
         assert found["score"] == pytest.approx(3 * once, abs=0.06)
 
 
-def test_teacher_of_distillation_runs_its_output_layer_in_both_passes(configure: Configure) -> None:
+def test_distillation_teacher_runs_its_output_layer_in_both_passes(configure: Configure) -> None:
     line = f"kd {SFT_FLAGS} --kd.teacher_model {{llama2-13b}}"
     cluster = parse_cluster(CLUSTER)
     for flags, heads in (("", 2), ("--kd.top_k 20", 1)):
@@ -111,7 +111,7 @@ def test_checkpointing_runs_layers_again_in_proportion(configure: Configure) -> 
     assert computes[2] - computes[0] == pytest.approx(8192 * per_token / (8 * 312e12 * 0.55))
 
 
-def test_layers_of_a_window_attend_to_fewer_tokens() -> None:
+def test_sliding_window_layers_attend_to_fewer_tokens() -> None:
     """Three layers attend to T/2 = 2,048 tokens on average, and three to w − w²/(2T) = 960."""
     config = MODELS["llama2-7b"] | {"num_hidden_layers": 6}
     full = ModelRole(name="policy", shape=shape_from_config(config))

@@ -38,7 +38,7 @@ def test_mismatch_metrics_equal_values_computed_by_hand() -> None:
         st.tuples(st.floats(-5, 5), st.floats(-5, 5), st.booleans()), min_size=1, max_size=12
     )
 )
-def test_mismatch_metrics_equal_the_reference_loop(block: list[tuple[float, float, bool]]) -> None:
+def test_mismatch_metrics_match_the_reference_loop(block: list[tuple[float, float, bool]]) -> None:
     old, rollout, mask = ([list(column)] for column in zip(*block, strict=True))
     exact = (torch.tensor([column], dtype=torch.float64) for column in (*old, *rollout))
     seen = mismatch_metrics(*exact, torch.tensor(mask))
