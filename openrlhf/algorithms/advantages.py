@@ -16,13 +16,13 @@ from jaxtyping import Bool, Float
 from torch import Tensor
 
 from openrlhf.algorithms.registry import Registry
-from openrlhf.algorithms.tensors import GroupIds, PerSample, PerToken, TokenMask, masked_whiten
+from openrlhf.algorithms.tensors import GroupIds, PerEpisode, PerToken, TokenMask, masked_whiten
 from openrlhf.config import choices
 from openrlhf.config.choices import EstimatorTraits
 
 GROUP_STD_EPSILON = 1e-9
 
-RewardShaping = Callable[[Tensor, Tensor], Tensor]  # (rewards (R,), group (R,)) -> (R,)
+RewardShaping = Callable[[Tensor, Tensor], Tensor]  # (rewards (E,), group (E,)) -> (E,)
 # (token rewards, values, mask, gamma=, lam=) -> (advantages, returns), all (B, T)
 # Without a critic, the values are 0.
 CreditAssignment = Callable[..., tuple[Tensor, Tensor]]
@@ -86,12 +86,12 @@ def monte_carlo(
 class GroupStatistics:
     """Float64 statistics of each sample's group. A group consists of the samples of one prompt."""
 
-    centered: Float[Tensor, " R"]  # the reward minus the group's mean
-    size: Float[Tensor, " R"]
-    std: Float[Tensor, " R"]  # unbiased standard deviation; 0 for a group of one sample
+    centered: Float[Tensor, " E"]  # the reward minus the group's mean
+    size: Float[Tensor, " E"]
+    std: Float[Tensor, " E"]  # unbiased standard deviation; 0 for a group of one sample
 
 
-def group_statistics(rewards: PerSample, group: GroupIds) -> GroupStatistics:
+def group_statistics(rewards: PerEpisode, group: GroupIds) -> GroupStatistics:
     """Compute the statistics of each sample's group. Groups may differ in size, and their samples
     need not be adjacent.
 
@@ -152,7 +152,7 @@ def advantage_estimator(
 
 @advantage_estimator("gae", credit=gae)
 @advantage_estimator("reinforce")
-def unshaped(rewards: PerSample, group: GroupIds) -> PerSample:
+def unshaped(rewards: PerEpisode, group: GroupIds) -> PerEpisode:
     """Return R unchanged: the baseline is V, or the mean that whitening subtracts.
 
     GAE as in PPO, arXiv:1707.06347; REINFORCE++, Hu et al. 2025, arXiv:2501.03262
@@ -162,7 +162,7 @@ def unshaped(rewards: PerSample, group: GroupIds) -> PerSample:
 
 @advantage_estimator("reinforce_baseline")
 @advantage_estimator("dr_grpo")
-def mean_baseline(rewards: PerSample, group: GroupIds) -> PerSample:
+def mean_baseline(rewards: PerEpisode, group: GroupIds) -> PerEpisode:
     """Compute R_i minus the mean reward of the prompt's samples.
 
     REINFORCE++-baseline (arXiv:2501.03262) whitens the result; `dr_grpo` (Liu et al. 2025,
@@ -172,7 +172,7 @@ def mean_baseline(rewards: PerSample, group: GroupIds) -> PerSample:
 
 
 @advantage_estimator("flash_reinforce")
-def batch_baseline(rewards: PerSample, group: GroupIds) -> PerSample:
+def batch_baseline(rewards: PerEpisode, group: GroupIds) -> PerEpisode:
     """Compute R_i minus the mean reward of the batch, in float64. Equal rewards give exactly zero.
 
     This is OpenRLHF's FlashREINFORCE, for one sample per prompt, without groups and without
@@ -182,7 +182,7 @@ def batch_baseline(rewards: PerSample, group: GroupIds) -> PerSample:
 
 
 @advantage_estimator("rloo")
-def rloo(rewards: PerSample, group: GroupIds) -> PerSample:
+def rloo(rewards: PerEpisode, group: GroupIds) -> PerEpisode:
     """Compute R_i minus the mean of the prompt's *other* rewards: (R_i − mean) · n / (n − 1).
 
     Ahmadian et al. 2024, arXiv:2402.14740
@@ -194,7 +194,7 @@ def rloo(rewards: PerSample, group: GroupIds) -> PerSample:
 
 
 @advantage_estimator("group_norm")
-def group_norm(rewards: PerSample, group: GroupIds) -> PerSample:
+def group_norm(rewards: PerEpisode, group: GroupIds) -> PerEpisode:
     """Compute (R_i − mean) / (std + 1e-9) with the unbiased standard deviation of the group.
 
     GRPO, Shao et al. 2024, arXiv:2402.03300
@@ -204,7 +204,9 @@ def group_norm(rewards: PerSample, group: GroupIds) -> PerSample:
     return shaped.to(rewards.dtype)
 
 
-def shape_rewards(rewards: PerSample, group: GroupIds, estimator: AdvantageEstimator) -> PerSample:
+def shape_rewards(
+    rewards: PerEpisode, group: GroupIds, estimator: AdvantageEstimator
+) -> PerEpisode:
     """Apply an estimator's reward shaping to all samples in the batch.
 
     Raises ValueError if a reward is not finite, which means that the reward is missing or its

@@ -8,16 +8,16 @@ import torch
 from jaxtyping import Bool, Int
 from torch import Tensor
 
-from openrlhf.algorithms.tensors import PerRow, PerSample, PerToken, TokenMask
+from openrlhf.algorithms.tensors import PerRow, PerToken, TokenMask
 
 
 def overlong_penalty(
-    lengths: Int[Tensor, " R"],
+    lengths: Int[Tensor, " B"],
     *,
-    max_length: int | Int[Tensor, " R"],
+    max_length: int | Int[Tensor, " B"],
     buffer: float,
     factor: float = 1.0,
-) -> PerSample:
+) -> PerRow:
     """Return −factor · e / buffer, to be added to the rewards; e is the number of tokens beyond
     max_length − buffer, capped at buffer.
 
@@ -31,9 +31,7 @@ def overlong_penalty(
     return (-factor * excess / buffer).to(torch.float32)
 
 
-def stop_properly_penalty(
-    rewards: PerSample, truncated: Bool[Tensor, " R"], coef: float
-) -> PerSample:
+def stop_properly_penalty(rewards: PerRow, truncated: Bool[Tensor, " B"], coef: float) -> PerRow:
     """Multiply the rewards of truncated samples by `coef` (at most 1), or replace them with `coef`
     if it is negative.
     """
@@ -42,7 +40,7 @@ def stop_properly_penalty(
     return torch.where(truncated, rewards * coef, rewards)
 
 
-def clip_rewards(rewards: PerSample, low: float, high: float) -> PerSample:
+def clip_rewards(rewards: PerRow, low: float, high: float) -> PerRow:
     """Clip rewards to [low, high], after the estimator's shaping."""
     return rewards.clamp(low, high)
 

@@ -13,9 +13,10 @@ from torch.autograd.function import once_differentiable
 
 PerToken = Float[Tensor, "B T"]  # position t describes token t
 TokenMask = Bool[Tensor, "B T"]
-PerRow = Float[Tensor, " B"]
-PerSample = Float[Tensor, " R"]  # all samples in a batch, not just one block of rows
-GroupIds = Int[Tensor, " R"]  # the same for all samples of a prompt
+PerRow = Float[Tensor, " B"]  # one value per row of tokens
+# An episode with several conversations has one value here, but several rows.
+PerEpisode = Float[Tensor, " E"]
+GroupIds = Int[Tensor, " E"]  # the same for all samples of a prompt
 
 MIN_VARIANCE = 1e-8
 # in nats; exp(20) = 4.9e8 is beyond every clip range and well within float32

@@ -1,23 +1,23 @@
 """Batches of token sequences, stored flat.
 
-A batch of B rows (sequences) with N tokens in total has per-token columns of shape (N,), per-sample
+A batch of B rows (sequences) with N tokens in total has per-token columns of shape (N,), per-row
 columns of shape (B,), and offsets of shape (B+1,). Two rows of 2 and 3 tokens:
 
     tokens    [11 12 13 14 15]     row i is tokens[offsets[i] : offsets[i + 1]]
     offsets   [0 2 5]
     rewards   [0.5 1.0]
 
-Nothing is padded until a model or a formula needs a block (R, T) of R rows, so memory and time grow
-only with the number of tokens. `Layout` converts columns to blocks and back.
+Nothing is padded until a model or a formula needs a block (B, T), so memory and time grow only
+with the number of tokens. `Layout` converts columns to blocks and back.
 
-A field's role is in its metadata: one entry per token, one entry per sample, or `Items` with any
-number of entries per sample. An entry may have additional dimensions. For example, a per-token
+A field's role is in its metadata: one entry per token, one entry per row, or `Items` with any
+number of entries per row. An entry may have additional dimensions. For example, a per-token
 column of the experts that each layer chose is (N, layers, experts), and a payload of image patches
 is (M, pixels). Checks, `select`, `split` and `to` read the role, so that a subclass only has to
 declare its columns.
 """
 
-# ruff: noqa: RUF009 — `per_token` and `per_sample` are `dataclasses.field` with a role.
+# ruff: noqa: RUF009 — `per_token` and `per_row` are `dataclasses.field` with a role.
 import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, fields, replace
@@ -31,7 +31,7 @@ from torch import Tensor
 from openrlhf.core.trajectory import Trajectory
 
 PER_TOKEN = "token"
-PER_SAMPLE = "sample"
+PER_ROW = "row"
 PER_ITEM = "item"
 
 
@@ -40,14 +40,17 @@ def per_token(**kwargs: Any) -> Any:
     return field(metadata={"role": PER_TOKEN}, **kwargs)
 
 
-def per_sample(**kwargs: Any) -> Any:
+def per_row(**kwargs: Any) -> Any:
     """Return a dataclass field for a column of shape (B,)."""
-    return field(metadata={"role": PER_SAMPLE}, **kwargs)
+    return field(metadata={"role": PER_ROW}, **kwargs)
 
 
 def per_item(**kwargs: Any) -> Any:
     """Return a dataclass field for `Items` with B rows."""
     return field(metadata={"role": PER_ITEM}, **kwargs)
+
+
+per_sample = per_row  # former name, still supported for plug-in files
 
 
 def offsets_of(lengths: Sequence[int] | Tensor) -> Int[Tensor, " B+1"]:
@@ -95,7 +98,7 @@ class Items:
 
 @dataclass(frozen=True)
 class Layout:
-    """The flat-column positions of some rows' tokens, as a right-padded block (R, T).
+    """The flat-column positions of some rows' tokens, as a right-padded block (B, T) of B rows.
 
     Offsets [0, 2, 5]:
 
@@ -103,12 +106,12 @@ class Layout:
                    [2 3 4]]         [T T T]]
     """
 
-    positions: Int[Tensor, "R T"]  # index into a flat column; 0 at padding
-    real: Bool[Tensor, "R T"]  # False at padding
+    positions: Int[Tensor, "B T"]  # index into a flat column; 0 at padding
+    real: Bool[Tensor, "B T"]  # False at padding
 
     @classmethod
     def of(cls, offsets: Int[Tensor, " B+1"], rows: Tensor | None = None) -> Self:
-        """Return the layout of `rows` (R,), by default all rows. T is the longest row's length."""
+        """Return the layout of `rows` (B,), by default all rows. T is the longest row's length."""
         starts = offsets[:-1]
         lengths = offsets.diff()
         if rows is not None:
@@ -121,7 +124,7 @@ class Layout:
         return cls(positions=positions, real=real)
 
     def gather(self, column: Tensor) -> Tensor:
-        """Return a flat column (N, ...) as a block (R, T, ...), zero (False) at padding.
+        """Return a flat column (N, ...) as a block (B, T, ...), zero (False) at padding.
 
         Differentiable.
         """
@@ -130,13 +133,13 @@ class Layout:
         return block.masked_fill(~real, 0)
 
     def scatter(self, block: Tensor, column: Tensor) -> None:
-        """Write the real entries of a block (R, T) to their positions in a flat column (N,)."""
+        """Write the real entries of a block (B, T) to their positions in a flat column (N,)."""
         column[self.positions[self.real]] = block[self.real].to(column.dtype)
 
 
 class _Column(NamedTuple):
     name: str
-    role: str  # PER_TOKEN, PER_SAMPLE or PER_ITEM
+    role: str  # PER_TOKEN, PER_ROW or PER_ITEM
     values: Tensor | Items
 
 
@@ -159,14 +162,14 @@ class Ragged:
     def __post_init__(self) -> None:
         expected = {
             PER_TOKEN: self.num_tokens,
-            PER_SAMPLE: self.num_samples,
-            PER_ITEM: self.num_samples,
+            PER_ROW: self.num_rows,
+            PER_ITEM: self.num_rows,
         }
         for column in self._columns():
             if len(column.values) != expected[column.role]:
                 raise ValueError(
                     f"{type(self).__name__}.{column.name} has {len(column.values)} entries, but "
-                    f"the offsets describe {self.num_samples} sequences with {self.num_tokens} "
+                    f"the offsets describe {self.num_rows} sequences with {self.num_tokens} "
                     "tokens"
                 )
 
@@ -179,9 +182,14 @@ class Ragged:
                 yield _Column(declared.name, role, values)
 
     @property
-    def num_samples(self) -> int:
+    def num_rows(self) -> int:
         """The number of rows, B."""
         return len(self.offsets) - 1
+
+    @property
+    def num_samples(self) -> int:
+        """The former name of `num_rows`, still supported for plug-in files."""
+        return self.num_rows
 
     @property
     def num_tokens(self) -> int:
@@ -198,14 +206,14 @@ class Ragged:
         """The layout of all rows as one block (B, T)."""
         return Layout.of(self.offsets)
 
-    def sample_of_token(self) -> Int[Tensor, " N"]:
+    def row_of_token(self) -> Int[Tensor, " N"]:
         """Return the row of each token: offsets [0, 2, 5] → [0, 0, 1, 1, 1]."""
-        rows = torch.arange(self.num_samples, device=self.offsets.device)
+        rows = torch.arange(self.num_rows, device=self.offsets.device)
         return rows.repeat_interleave(self.lengths)
 
     def row_sums(self, column: Tensor) -> Tensor:
         """Sum a per-token column (N,) over each row: (B,)."""
-        return column.new_zeros(self.num_samples).index_add(0, self.sample_of_token(), column)
+        return column.new_zeros(self.num_rows).index_add(0, self.row_of_token(), column)
 
     def similar_rows(
         self, max_tokens: int, *, max_rows: int | None = None, padded: bool = True
@@ -242,7 +250,7 @@ class Ragged:
     def select(self, rows: Sequence[int] | Tensor) -> Self:
         """Return a batch with copies of the given rows in the given order."""
         index = torch.as_tensor(rows, dtype=torch.long)
-        places = {PER_SAMPLE: index, PER_ITEM: index, PER_TOKEN: self.places_of(rows)}
+        places = {PER_ROW: index, PER_ITEM: index, PER_TOKEN: self.places_of(rows)}
         selected: dict[str, Tensor | Items] = {}
         for column in self._columns():
             selected[column.name] = column.values[places[column.role]]
@@ -293,8 +301,8 @@ class TokenRows(Ragged):
 class Answers(TokenRows):
     """Prompts with answers. The answers' tokens are the targets."""
 
-    reference: Float[Tensor, " B"] | None = per_sample(default=None)  # Σ log π_ref of each answer
-    desirable: Bool[Tensor, " B"] | None = per_sample(default=None)  # label of each answer
+    reference: Float[Tensor, " B"] | None = per_row(default=None)  # Σ log π_ref of each answer
+    desirable: Bool[Tensor, " B"] | None = per_row(default=None)  # label of each answer
 
     def answer_sums(self, logprobs: Float[Tensor, " N"]) -> Float[Tensor, " B"]:
         """Sum a per-token column over the targets of each row."""
@@ -312,7 +320,7 @@ class Steps(Ragged):
 class Pairs(Ragged):
     """Pairs of texts: row 2i is the chosen text of pair i, and row 2i + 1 is the rejected text."""
 
-    margins: Float[Tensor, " B"] = per_sample()  # the pair's margin, stored for both of its rows
+    margins: Float[Tensor, " B"] = per_row()  # the pair's margin, stored for both of its rows
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -326,13 +334,13 @@ class Experience(Ragged):
     # Known after sampling.
     action_mask: Bool[Tensor, " N"] = per_token()  # True at tokens that the policy sampled
     rollout_logprobs: Float[Tensor, " N"] | None = per_token(default=None)  # log π, as sampled
-    group_ids: Int[Tensor, " B"] = per_sample()  # the same for all samples of a prompt
-    truncated: Bool[Tensor, " B"] = per_sample()  # True if the token budget ended the episode
+    group_ids: Int[Tensor, " B"] = per_row()  # the same for all samples of a prompt
+    truncated: Bool[Tensor, " B"] = per_row()  # True if the token budget ended the episode
     # The same number for all rows of an episode; None if each row is an episode.
-    trajectory_ids: Int[Tensor, " B"] | None = per_sample(default=None)
+    trajectory_ids: Int[Tensor, " B"] | None = per_row(default=None)
 
     # Known after scoring.
-    rewards: Float[Tensor, " B"] = per_sample()  # NaN until a reward worker scores the sample
+    rewards: Float[Tensor, " B"] = per_row()  # NaN until a reward model scores the episode
     # The part of the reward that belongs to each turn, at the turn's last token.
     turn_rewards: Float[Tensor, " N"] | None = per_token(default=None)
 
@@ -387,7 +395,7 @@ class Experience(Ragged):
     def episode_of_row(self) -> Int[Tensor, " B"]:
         """The index of each row's episode within this batch."""
         if self.trajectory_ids is None:
-            return torch.arange(self.num_samples, device=self.offsets.device)
+            return torch.arange(self.num_rows, device=self.offsets.device)
         untyped = cast(Any, torch)
         return untyped.unique(self.trajectory_ids, return_inverse=True)[1]
 
@@ -395,7 +403,7 @@ class Experience(Ragged):
     def last_rows(self) -> Int[Tensor, " E"]:
         """The last row of each of the batch's E episodes. Most episodes have only one row."""
         episodes = self.episode_of_row
-        rows = torch.arange(self.num_samples, device=episodes.device)
+        rows = torch.arange(self.num_rows, device=episodes.device)
         rows_per_episode = episodes.bincount()
         last = torch.zeros_like(rows_per_episode)
         return last.scatter_reduce(0, episodes, rows, "amax", include_self=False)

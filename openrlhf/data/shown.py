@@ -7,7 +7,7 @@ from typing import Any
 
 from transformers import PreTrainedTokenizerBase
 
-from openrlhf.core.batches import PER_SAMPLE, Ragged, Steps, TokenRows
+from openrlhf.core.batches import PER_ROW, Ragged, Steps, TokenRows
 from openrlhf.data.first_look import recorded
 
 SHOWN = 2  # rows
@@ -34,7 +34,7 @@ def show_batch(
     """
     columns: dict[str, Any] = {}
     for field in fields(batch):
-        if field.metadata.get("role") == PER_SAMPLE and getattr(batch, field.name) is not None:
+        if field.metadata.get("role") == PER_ROW and getattr(batch, field.name) is not None:
             columns[field.name] = getattr(batch, field.name)
     for sample, (start, end) in enumerate(pairwise(batch.offsets.tolist())):
         row, place = divmod(sample, len(names))

@@ -159,7 +159,7 @@ class ExperienceMaker:
         columns = {name: torch.zeros(experience.num_tokens) for name in names}
         # Estimators that compare entire samples ignore the rewards of individual turns.
         turns = None if estimator.traits.per_episode else experience.turn_rewards
-        row_of_token = experience.sample_of_token()
+        row_of_token = experience.row_of_token()
         for block in experience.blocks():  # rows of similar lengths
             rows = row_of_token[block.positions[:, 0]]
             mask = block.gather(experience.action_mask)
@@ -230,7 +230,7 @@ class ExperienceMaker:
     def _metrics(self, experience: Experience) -> dict[str, Metric]:
         once = experience.last_rows
         episodes = len(once)
-        rows = experience.num_samples
+        rows = experience.num_rows
         actions = experience.num_actions
         assert experience.token_rewards is not None
         full = experience.lengths >= self.config.data.max_len

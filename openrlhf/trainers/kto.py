@@ -145,8 +145,8 @@ class KTOTask(ReferencedTask[KTOConfig, LabelledRow]):
         The mismatched samples are dropped, because they are needed only for the KL estimate.
         """
         micro, _ = super().before(model, micro)
-        matched = micro.select(range(0, micro.num_samples, 2))
-        mismatched = micro.select(range(1, micro.num_samples, 2))
+        matched = micro.select(range(0, micro.num_rows, 2))
+        mismatched = micro.select(range(1, micro.num_rows, 2))
         scores = model(mismatched.tokens, mismatched.offsets, mismatched.loss_mask)
         assert mismatched.reference is not None
         log_ratios = mismatched.answer_sums(scores.logprobs) - mismatched.reference
@@ -154,7 +154,7 @@ class KTOTask(ReferencedTask[KTOConfig, LabelledRow]):
 
     def counts(self, micro: Answers) -> dict[str, float]:
         """Return the number of answers, which is the denominator."""
-        return {"answers": float(micro.num_samples)}
+        return {"answers": float(micro.num_rows)}
 
     def loss(
         self, model: Any, micro: Answers, totals: Mapping[str, float]
@@ -176,7 +176,7 @@ class KTOTask(ReferencedTask[KTOConfig, LabelledRow]):
         )
         log_ratios = log_ratios.detach()
         rewards = flags.beta * log_ratios
-        answers = micro.num_samples
+        answers = micro.num_rows
         good = float(desirable.sum())
         metrics: dict[str, Metric] = {
             "train/kto_loss": Mean(float(losses.detach().sum()), answers),

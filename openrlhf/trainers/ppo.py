@@ -68,7 +68,7 @@ class PPOTrainer:
                     if batch.is_filtered:
                         continue
                     experience, metrics = self.assign_credit(batch)  # r_t, Â_t, Ĝ_t
-                    if experience.num_samples:
+                    if experience.num_rows:
                         metrics.append(self.improve(experience))  # V, π
                         self.publish()  # π_rollout ← π_θ
                     self.end_step(merge_all(metrics))

@@ -87,7 +87,7 @@ class PairTask(OfflineTask[Paired, PairRow, Micro], Generic[Paired, Micro]):
 
     def counts(self, micro: Micro) -> dict[str, float]:
         """Return the number of pairs, which is the denominator."""
-        return {"pairs": micro.num_samples / 2}
+        return {"pairs": micro.num_rows / 2}
 
     def evaluation_names(self, metrics: Mapping[str, Metric]) -> dict[str, Metric]:
         """Return the loss and the accuracy."""

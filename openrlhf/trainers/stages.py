@@ -127,7 +127,7 @@ def launch_scoring(
     workers: WorkerGroup,
     method: Callable[..., Tensor],
     *,
-    per_sample: bool = False,
+    per_row: bool = False,
 ) -> Callable[[float], Tensor]:
     """Start scoring a batch, and return a function that waits for its column or matrix.
 
@@ -144,10 +144,10 @@ def launch_scoring(
     def collect(timeout_s: float) -> Tensor:
         doing = f"score the batch ({workers.role})"
         results: Sequence[Tensor] = gather(calls, timeout_s=timeout_s, doing=doing)
-        size = batch.num_samples if per_sample else batch.num_tokens
+        size = batch.num_rows if per_row else batch.num_tokens
         column = torch.zeros(size, *results[0].shape[1:])
         for rows, scored in zip(parts, results, strict=True):
-            if per_sample:
+            if per_row:
                 column[rows] = scored
             else:
                 column[batch.places_of(rows)] = scored
@@ -206,7 +206,7 @@ class RewardStage:
             rows = batch.rows.select(batch.rows.last_rows)
             if self.reward.scalars:
                 whole = launch_scoring(
-                    rows.texts(), self.workers, RewardWorker.rewards, per_sample=True
+                    rows.texts(), self.workers, RewardWorker.rewards, per_row=True
                 )
             if self.reward.process_model:
                 by_token = launch_scoring(rows.targets(), self.workers, RewardWorker.step_rewards)

@@ -20,6 +20,8 @@ from openrlhf.core.batches import (
     TokenRows,
     offsets_of,
     per_item,
+    per_row,
+    per_sample,
     per_token,
 )
 from openrlhf.core.trajectory import Prompt, StopReason, Trajectory
@@ -88,7 +90,7 @@ def test_splitting_a_batch_equals_selecting_each_part(lengths: list[int], data: 
     order = data.draw(st.permutations(range(len(lengths))))
     cut = data.draw(st.integers(0, len(lengths)))
     parts = batch.split([order[:cut], order[cut:]])
-    assert [part.num_samples for part in parts] == [cut, len(lengths) - cut]
+    assert [part.num_rows for part in parts] == [cut, len(lengths) - cut]
     rows = rows_of(batch)
     assert [row for part in parts for row in rows_of(part)] == [rows[i] for i in order]
 
@@ -101,8 +103,8 @@ def test_columns_that_have_not_been_computed_are_none() -> None:
 
 def test_batch_may_be_empty() -> None:
     empty = batch_of([2, 3]).select([])
-    assert (empty.num_samples, empty.num_tokens) == (0, 0)
-    assert Experience.from_trajectories([]).num_samples == 0
+    assert (empty.num_rows, empty.num_tokens) == (0, 0)
+    assert Experience.from_trajectories([]).num_rows == 0
     assert list(empty.blocks()) == []
 
 
@@ -141,7 +143,7 @@ def payload_of(batch: Pictured) -> list[tuple[Any, Any]]:
             batch.experts[tokens[row] : tokens[row + 1]].tolist(),
             batch.patches.values[patches[row] : patches[row + 1]].tolist(),
         )
-        for row in range(batch.num_samples)
+        for row in range(batch.num_rows)
     ]
 
 
@@ -173,8 +175,13 @@ def test_gather_pads_multidimensional_entries() -> None:
     assert torch.equal(block[1], batch.experts[1:])
 
 
-def test_sample_of_token_maps_each_token_to_its_row() -> None:
-    assert batch_of([2, 0, 3]).sample_of_token().tolist() == [0, 0, 2, 2, 2]
+def test_former_names_for_plugins_mean_rows() -> None:
+    assert per_sample is per_row
+    assert batch_of([2, 0, 3]).num_samples == 3
+
+
+def test_row_of_token_maps_each_token_to_its_row() -> None:
+    assert batch_of([2, 0, 3]).row_of_token().tolist() == [0, 0, 2, 2, 2]
 
 
 def test_num_actions_counts_the_actions_of_each_row() -> None:
@@ -238,7 +245,7 @@ def test_scatter_after_gather_restores_only_the_gathered_rows(
     layout = Layout.of(batch.offsets, torch.tensor(rows))
     column = torch.full((batch.num_tokens,), -1.0)
     layout.scatter(layout.gather(batch.rollout_logprobs), column)
-    chosen = torch.isin(batch.sample_of_token(), torch.tensor(rows))
+    chosen = torch.isin(batch.row_of_token(), torch.tensor(rows))
     assert torch.equal(column[chosen], batch.rollout_logprobs[chosen])
     assert (column[~chosen] == -1).all()
 
@@ -259,7 +266,7 @@ def test_blocks_contain_each_token_once_within_the_token_budget(
     blocks = list(batch.blocks(budget))
     seen = torch.cat([block.positions[block.real] for block in blocks])
     assert sorted(seen.tolist()) == list(range(batch.num_tokens))
-    assert sum(len(block.positions) for block in blocks) == batch.num_samples
+    assert sum(len(block.positions) for block in blocks) == batch.num_rows
     for block in blocks:
         assert block.positions.numel() <= budget or len(block.positions) == 1
 

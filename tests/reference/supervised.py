@@ -15,7 +15,7 @@ def mean_loss(model: Any, rows: TokenRows) -> Tensor:
     The Transformers model `model` computes full logits, one row at a time.
     """
     loss = torch.zeros((), dtype=torch.float64)
-    for row in range(rows.num_samples):
+    for row in range(rows.num_rows):
         one = rows.select([row])
         logprobs = torch.log_softmax(model(one.tokens[None]).logits[0], -1)
         for t in one.loss_mask.nonzero()[:, 0].tolist():

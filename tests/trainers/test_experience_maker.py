@@ -334,7 +334,7 @@ def judges(broken: tuple[int, ...] = (), *, models: bool = True, **flags: Any) -
     """
 
     def answer(rows: Any) -> torch.Tensor:
-        numbers = torch.arange(rows.num_samples).float()
+        numbers = torch.arange(rows.num_rows).float()
         numbers[list(broken)] = torch.nan
         return torch.stack([torch.ones(len(numbers)), numbers], 1)
 
@@ -458,7 +458,7 @@ def test_sample_with_nonfinite_reward_fails_and_its_row_is_dropped() -> None:
 def test_no_worker_is_called_if_all_episodes_failed() -> None:
     SENT.clear()
     batch = annotated([failed(0, 0), failed(0, 1)], broken=())
-    assert (batch.kept, batch.experience.num_samples, SENT) == ([], 0, [])
+    assert (batch.kept, batch.experience.num_rows, SENT) == ([], 0, [])
     assert len(batch.trajectories) == 2
 
 
@@ -505,7 +505,7 @@ def test_masked_truncated_samples_still_count_in_baselines_and_metrics(
         batch([1.0, 0.0, 2.0, 1.0], truncated=cut), estimator=estimator, mask_truncated=True
     )
     expected = whole.select([row for row in range(4) if row not in truncated])
-    assert left.num_samples == 4 - len(truncated)
+    assert left.num_rows == 4 - len(truncated)
     for column in ("tokens", "offsets", "action_mask", "advantages", "returns", "group_ids"):
         assert torch.equal(getattr(left, column), getattr(expected, column))
     assert metrics == same and metrics["train/truncated"] == len(truncated) / 4

@@ -42,6 +42,6 @@ def test_each_row_of_a_step_is_on_exactly_one_rank(ranks: int) -> None:
         counted = [text for texts in per_rank for text in [texts[place]] if text.loss_mask.any()]
         rows = [int(row) for text in counted for row in text.tokens[text.offsets[:-1]]]
         assert sorted(rows) == sorted(mix().draw(step))
-        assert all(text.num_samples for texts in per_rank for text in [texts[place]]), (
+        assert all(text.num_rows for texts in per_rank for text in [texts[place]]), (
             "a forward pass needs at least one row"
         )

@@ -58,13 +58,13 @@ class CountingTask(OfflineTask[Any, int, TokenRows]):
         return TokenRows.from_lists([[row] for row in rows], [[True] for _ in rows])
 
     def counts(self, micro: TokenRows) -> dict[str, float]:
-        return {"rows": float(micro.num_samples)}
+        return {"rows": float(micro.num_rows)}
 
     def loss(
         self, model: Any, micro: TokenRows, totals: Mapping[str, float]
     ) -> tuple[Tensor, dict[str, Metric]]:
         self.forwards.append(micro.tokens.tolist())
-        return torch.zeros(()), {"mean": Mean(float(micro.tokens.sum()), micro.num_samples)}
+        return torch.zeros(()), {"mean": Mean(float(micro.tokens.sum()), micro.num_rows)}
 
     def evaluation_names(self, metrics: Mapping[str, Metric]) -> dict[str, Metric]:
         return dict(metrics)
@@ -130,7 +130,7 @@ def batches(made: SupervisedTrainer[int, TokenRows], *, from_step: int = 0) -> l
     made.step = from_step
     seen = []
     for window in made.windows():
-        assert all(micro.num_samples <= 2 for micro in window)
+        assert all(micro.num_rows <= 2 for micro in window)
         seen.append([row for micro in window for row in micro.tokens.tolist()])
         made.step += 1
     return seen

@@ -47,7 +47,7 @@ def learned(plan: RankUpdate, lengths: list[int]) -> list[list[int]]:
     steps = []
     for number in range(len(plan.steps)):
         [micro] = worker.window(job, number)
-        assert micro.num_samples, "a rank without rows in a step would miss a collective"
+        assert micro.num_rows, "a rank without rows in a step would miss a collective"
         steps.append(sorted(micro.group_ids[micro.num_actions > 0].tolist()))
     return steps
 

@@ -117,7 +117,7 @@ def new_engine(case: Case, strategy: Strategy, folder: Path) -> TrainEngine:
 def take_step(engine: TrainEngine, strategy: Strategy, step: int) -> None:
     """Take an optimizer step over this rank's rows. The gradient is ten times larger in step 0."""
     rows = batch(step)
-    mine = rows.select(list(range(strategy.dp_rank, rows.num_samples, strategy.dp_size)))
+    mine = rows.select(list(range(strategy.dp_rank, rows.num_rows, strategy.dp_size)))
     factor = 10.0 if step == 0 else 1.0
 
     def loss(micro: TokenRows, totals: Any) -> tuple[Tensor, dict[str, Any]]:
@@ -127,7 +127,7 @@ def take_step(engine: TrainEngine, strategy: Strategy, step: int) -> None:
     def counts(micro: TokenRows) -> dict[str, float]:
         return {"tokens": float(micro.loss_mask.sum())}
 
-    cut = [list(range(i, min(i + 3, mine.num_samples))) for i in range(0, mine.num_samples, 3)]
+    cut = [list(range(i, min(i + 3, mine.num_rows))) for i in range(0, mine.num_rows, 3)]
     engine.optimize(mine.split(cut), counts=counts, loss=loss)
 
 

@@ -95,7 +95,7 @@ def train(strategy: Strategy, model: str, job: Job) -> dict[str, Any]:
     found: dict[str, Any] = {"rates": [], "norms": []}
     for step in range(job.first, job.last):
         rows = batch(step)
-        mine = rows.select(list(range(strategy.dp_rank, rows.num_samples, strategy.dp_size)))
+        mine = rows.select(list(range(strategy.dp_rank, rows.num_rows, strategy.dp_size)))
 
         def loss(micro: TokenRows, totals: Any) -> Any:
             return -engine(micro.tokens, micro.offsets, micro.loss_mask).logprobs.sum() / totals[

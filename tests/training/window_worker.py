@@ -76,10 +76,9 @@ def train(
     norms, applied = [], []
     for step in range(STEPS):
         rows = batch(step)
-        mine = rows.select(list(range(strategy.dp_rank, rows.num_samples, strategy.dp_size)))
+        mine = rows.select(list(range(strategy.dp_rank, rows.num_rows, strategy.dp_size)))
         cut = [
-            list(range(i, min(i + micro, mine.num_samples)))
-            for i in range(0, mine.num_samples, micro)
+            list(range(i, min(i + micro, mine.num_rows))) for i in range(0, mine.num_rows, micro)
         ]
         poisoned = step == poison and strategy.dp_rank == strategy.dp_size - 1
 

@@ -37,7 +37,7 @@ def poison(column: Tensor | None, value: float) -> Tensor:
 
 
 def rows_of(strategy: Strategy) -> list[int]:
-    return list(range(strategy.rank, batch().num_samples, strategy.dp_size))
+    return list(range(strategy.rank, batch().num_rows, strategy.dp_size))
 
 
 def step(policy: PolicyWorker, experience: Experience) -> dict[str, float]:

@@ -9,7 +9,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from openrlhf.core.batches import Ragged, offsets_of, per_sample
+from openrlhf.core.batches import Ragged, offsets_of, per_row
 from openrlhf.models.scalar import last_token_scores, load_scalar
 from openrlhf.observability.metrics import Mean
 from openrlhf.trainers.tasks import OfflineTask, offline_task, trained_spec
@@ -17,7 +17,7 @@ from openrlhf.trainers.tasks import OfflineTask, offline_task, trained_spec
 
 @dataclass(frozen=True, kw_only=True)
 class Labelled(Ragged):
-    labels: Tensor = per_sample()  # noqa: RUF009
+    labels: Tensor = per_row()  # noqa: RUF009
 
 
 class Texts:
@@ -53,15 +53,15 @@ class Classifier(OfflineTask):
         )
 
     def counts(self, micro):
-        return {"texts": float(micro.num_samples)}
+        return {"texts": float(micro.num_rows)}
 
     def loss(self, model, micro, totals):
         scores = last_token_scores(model(micro.tokens, micro.offsets).values, micro.offsets)
         summed = F.binary_cross_entropy_with_logits(scores, micro.labels, reduction="sum")
         right = float(((scores > 0) == (micro.labels > 0)).sum())
         metrics = {
-            "train/loss": Mean(float(summed.detach()), micro.num_samples),
-            "train/acc": Mean(right, micro.num_samples),
+            "train/loss": Mean(float(summed.detach()), micro.num_rows),
+            "train/acc": Mean(right, micro.num_rows),
         }
         return summed / totals["texts"], metrics
 
