@@ -38,9 +38,10 @@ class CheckpointError(UserError, RuntimeError):
 
 
 @dataclass(frozen=True, kw_only=True)
-class EngineLayout:
-    """The layout of an engine's state files. An engine with a different layout cannot read the
-    files.
+class StateLayout:
+    """The layout of DeepSpeed's state files for one trained model.
+
+    A run with a different layout cannot read the files.
     """
 
     world_size: int
@@ -81,7 +82,7 @@ class RunState:
     started: str = ""  # time of the run's first start; empty in older checkpoints
     # Whether texts default to the format the model was trained on; false in older checkpoints.
     trained_format: bool = False
-    engines: Mapping[str, EngineLayout] = field(default_factory=dict)  # part name → layout
+    engines: Mapping[str, StateLayout] = field(default_factory=dict)  # part name → layout
     # Settings that must not change when the run resumes.
     identity: Mapping[str, Any] = field(default_factory=dict)
 
@@ -228,7 +229,7 @@ class Checkpoint(StagedCheckpoint):
             raise ValueError("its contents do not match its hash")
         state = values["state"]
         for part, layout in state["engines"].items():
-            state["engines"][part] = EngineLayout(**layout)
+            state["engines"][part] = StateLayout(**layout)
         values["state"] = RunState(**state)
         values["places"] = tuple(values["places"])
         values["files"] = {name: (size, digest) for name, (size, digest) in values["files"].items()}
@@ -251,13 +252,13 @@ class Checkpoint(StagedCheckpoint):
         return None
 
 
-def _convertible(engines: Mapping[str, EngineLayout]) -> dict[str, EngineLayout]:
+def _convertible(engines: Mapping[str, StateLayout]) -> dict[str, StateLayout]:
     """Return the layouts without their convertible properties.
 
     The number of processes is convertible. ZeRO stages 1 and 2 can be converted into each other,
     and the tensor-parallel size is convertible unless the ZeRO stage is 0.
     """
-    layouts: dict[str, EngineLayout] = {}
+    layouts: dict[str, StateLayout] = {}
     for part, layout in engines.items():
         layout = replace(layout, world_size=0)
         if layout.zero_stage > 0:
@@ -268,7 +269,7 @@ def _convertible(engines: Mapping[str, EngineLayout]) -> dict[str, EngineLayout]
     return layouts
 
 
-def _in_words(engines: Mapping[str, EngineLayout]) -> str:
+def _in_words(engines: Mapping[str, StateLayout]) -> str:
     return ", ".join(f"{part} {layout}".strip() for part, layout in engines.items())
 
 

@@ -77,7 +77,7 @@ def prepare(config: PPOConfig, processes: Processes) -> Run | None:
         run_dir=os.path.abspath(config.run.dir),
         started=begun.moment,
         trained_format=begun.trained_format,
-        engines=settings.engine_layouts(config),
+        engines=settings.state_layouts(config),
         identity=rl_identity(config, data.train),
     )
     done = 0
@@ -116,7 +116,7 @@ def find_checkpoint(config: PPOConfig) -> tuple[CheckpointManager, Checkpoint | 
     A run that restarted itself resumes only its own checkpoints, not those of another run that
     shares --ckpt.path.
     """
-    parts = list(settings.engine_layouts(config))
+    parts = list(settings.state_layouts(config))
     if config.train.async_enable:
         parts.append(SOURCE)
     checkpoints = CheckpointManager(config.ckpt, parts)

@@ -7,7 +7,7 @@ from typing import Any, cast
 
 from transformers import PreTrainedTokenizerBase
 
-from openrlhf.checkpoints.manifest import EngineLayout
+from openrlhf.checkpoints.manifest import StateLayout
 from openrlhf.config.commands import ModelCommand
 from openrlhf.config.evaluation import EvaluationConfig
 from openrlhf.config.inference import BatchInferenceConfig
@@ -202,14 +202,14 @@ def inference_sampling(config: BatchInferenceConfig) -> SamplingSpec:
     )
 
 
-def engine_layouts(config: PPOConfig) -> dict[str, EngineLayout]:
-    """Return the engine layout of each trained model, keyed by checkpoint part."""
+def state_layouts(config: PPOConfig) -> dict[str, StateLayout]:
+    """Return the state layout of each trained model, keyed by checkpoint part."""
     roles: dict[str, ActorConfig | CriticConfig] = {"_actor": config.actor}
     if config.estimator.needs_critic:
         roles["_critic"] = config.critic
-    layouts: dict[str, EngineLayout] = {}
+    layouts: dict[str, StateLayout] = {}
     for part, role in roles.items():
-        layouts[part] = EngineLayout(
+        layouts[part] = StateLayout(
             world_size=role.num_nodes * role.num_gpus_per_node,
             zero_stage=config.ds.zero_stage,
             tensor_parallel_size=config.ds.tensor_parallel_size,

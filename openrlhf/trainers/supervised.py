@@ -16,7 +16,7 @@ from transformers import PreTrainedTokenizerBase
 
 from openrlhf import termination
 from openrlhf.checkpoints.manager import SAVE_FAILED, CheckpointManager, note_of_end
-from openrlhf.checkpoints.manifest import Checkpoint, CheckpointError, EngineLayout, RunState
+from openrlhf.checkpoints.manifest import Checkpoint, CheckpointError, RunState, StateLayout
 from openrlhf.data.batching import ResumableSampler
 from openrlhf.observability.metrics import Last, Max, Metric, merge_all, values
 from openrlhf.observability.recorder import Recorder
@@ -346,10 +346,10 @@ class SupervisedTrainer(Generic[Row, Micro]):
             )
 
 
-def layout_of(strategy: Strategy, optim: str) -> EngineLayout:
+def layout_of(strategy: Strategy, optim: str) -> StateLayout:
     """Return the layout of this run's checkpoint files, with the state of the optimizer `optim`."""
     config = strategy.config
-    return EngineLayout(
+    return StateLayout(
         world_size=strategy.layout.world_size,
         zero_stage=config.zero_stage,
         tensor_parallel_size=config.tensor_parallel_size,

@@ -91,7 +91,7 @@ class TrainEngine:
         if rounded_dtype:
             restore_masters(engine.module, unrounded)
             self.changes = ChangedWeights(engine.module)
-        self.engine = engine
+        self.deepspeed = engine
         self.strategy = strategy
         self.name = name
         self.sleeps = ds.sleeps  # True if the training state is in CPU memory between uses
@@ -113,7 +113,7 @@ class TrainEngine:
     @property
     def module(self) -> nn.Module:
         """The trained model."""
-        return self.engine.module
+        return self.deepspeed.module
 
     @property
     def hf(self) -> PreTrainedModel:
@@ -121,7 +121,7 @@ class TrainEngine:
         return cast(PreTrainedModel, self.module.get_submodule("hf"))
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        return self.engine(*args, **kwargs)
+        return self.deepspeed(*args, **kwargs)
 
     @contextmanager
     def awake(self) -> Iterator[None]:
@@ -131,7 +131,7 @@ class TrainEngine:
         """
         if self.sleeps:
             devices.note(f"{self.name} awake")
-            self.engine.reload_states()
+            self.deepspeed.reload_states()
             if self._movable_state:
                 self._movable_state.move_state(self.strategy.device)
         try:
@@ -149,9 +149,9 @@ class TrainEngine:
         states = list(OffloadStateTypeEnum)
         states.remove(OffloadStateTypeEnum.lp_params)
         # With ZeRO 3, DeepSpeed accepts only FusedAdam, although the code works with any optimizer.
-        optimizer_class = type(self.engine.optimizer.optimizer)
+        optimizer_class = type(self.deepspeed.optimizer.optimizer)
         with patch("deepspeed.ops.adam.fused_adam.FusedAdam", optimizer_class):
-            self.engine.offload_states(include=states)
+            self.deepspeed.offload_states(include=states)
         if self._movable_state:
             self._movable_state.move_state(torch.device("cpu"))
         devices.note(f"{self.name} asleep")
@@ -179,9 +179,9 @@ class TrainEngine:
     def free_gathered(self) -> None:
         """Free gathered weights that ZeRO 3 keeps between uses, including prefetched weights."""
         if self.sharded:
-            self.engine.optimizer.empty_partition_cache()
+            self.deepspeed.optimizer.empty_partition_cache()
             # the second copy of the weights (--ds.zpg)
-            self.engine.optimizer.invalidate_secondary_tensor()
+            self.deepspeed.optimizer.invalidate_secondary_tensor()
 
     def optimize(
         self,
@@ -220,10 +220,10 @@ class TrainEngine:
                 term, metrics = loss(window[min(turn, len(window) - 1)], totals)
                 if turn < len(window):
                     # DeepSpeed averages gradients over the ranks, but the window needs their sum.
-                    self.engine.backward(term * self.strategy.layout.gradient_ranks)
+                    self.deepspeed.backward(term * self.strategy.layout.gradient_ranks)
                     terms.append(LossTerm(term.detach(), metrics))
                 else:
-                    self.engine.backward(term * 0.0)
+                    self.deepspeed.backward(term * 0.0)
         return self._step(terms, broken, max_nonfinite)
 
     def _first_pass(
@@ -286,25 +286,25 @@ class TrainEngine:
     def _apply_gradients(self) -> float:
         """Apply the gradients if their norm is finite. Return the norm before clipping."""
         if self._has_zero_optimizer:
-            self.engine.step()  # DeepSpeed skips the step if the gradient norm is not finite
-            if getattr(self.engine.optimizer, "overflow", False):
+            self.deepspeed.step()  # DeepSpeed skips the step if the gradient norm is not finite
+            if getattr(self.deepspeed.optimizer, "overflow", False):
                 return math.inf
-            norm = self.engine.get_global_grad_norm()
+            norm = self.deepspeed.get_global_grad_norm()
             if norm is None:
                 return math.inf
             return float(norm)
-        self.engine.buffered_allreduce_fallback()
+        self.deepspeed.buffered_allreduce_fallback()
         norm = nn.utils.get_total_norm(
             [p.grad for p in self.module.parameters() if p.grad is not None]
         )
         if norm.isfinite():
-            self.engine.step()
+            self.deepspeed.step()
         else:
-            self.engine.zero_grad()
+            self.deepspeed.zero_grad()
         return float(norm)
 
     def _lr(self) -> float:
-        return float(self.engine.get_lr()[0])
+        return float(self.deepspeed.get_lr()[0])
 
     def save(self, directory: str, tag: str) -> None:
         """Write the training state to `directory/tag`. Collective.
@@ -317,7 +317,7 @@ class TrainEngine:
             "nonfinite_in_a_row": self.nonfinite_in_a_row,
         }
         with self.awake():
-            self.engine.save_checkpoint(
+            self.deepspeed.save_checkpoint(
                 directory,
                 tag=tag,
                 client_state=skipped,
@@ -337,24 +337,24 @@ class TrainEngine:
         learning rate, the schedule and other optimizer settings come from this run's flags.
         """
         settings: list[dict[str, Any]] = []
-        for group in self.engine.optimizer.param_groups:
+        for group in self.deepspeed.optimizer.param_groups:
             given = dict(group)
             del given["params"]
             settings.append(given)
         converts = self.strategy.config.use_universal_ckpt and is_sharded_differently(
             Path(directory) / tag, self.strategy.layout
         )
-        self.engine._config.load_universal_checkpoint = converts
+        self.deepspeed._config.load_universal_checkpoint = converts
         source = converted(self.strategy, directory, tag) if converts else nullcontext(directory)
         with self.awake(), source as readable:
-            path, skipped = self.engine.load_checkpoint(
+            path, skipped = self.deepspeed.load_checkpoint(
                 readable, tag=tag, load_module_strict=not self.partial
             )
         if path is None:
             raise FileNotFoundError(f"DeepSpeed found no checkpoint {tag} in {directory}")
         if converts:
             # With ZeRO 3, DeepSpeed uses the same tensor as the step counter of all parameters.
-            for state in self.engine.optimizer.state.values():
+            for state in self.deepspeed.optimizer.state.values():
                 state["step"] = state["step"].clone()
         self._restore_settings(settings)
         self.nonfinite_steps = skipped.get("nonfinite_steps", 0)
@@ -367,8 +367,8 @@ class TrainEngine:
 
     def _restore_settings(self, settings: Sequence[Mapping[str, Any]]) -> None:
         """Restore each parameter group's settings, and set the schedule's current learning rate."""
-        schedule = self.engine.lr_scheduler
-        groups = self.engine.optimizer.param_groups
+        schedule = self.deepspeed.lr_scheduler
+        groups = self.deepspeed.optimizer.param_groups
         for group, given, factor in zip(groups, settings, schedule.lr_lambdas, strict=True):
             group.update(given, lr=given["initial_lr"] * factor(schedule.last_epoch))
         schedule.base_lrs = [given["initial_lr"] for given in settings]

@@ -20,9 +20,9 @@ from openrlhf.checkpoints.manager import GIB, CheckpointManager, evictions
 from openrlhf.checkpoints.manifest import (
     Checkpoint,
     CheckpointError,
-    EngineLayout,
     RunState,
     StagedCheckpoint,
+    StateLayout,
 )
 from openrlhf.config.shared import CheckpointConfig
 from tests.checkpoints.kept import checkpoints_in
@@ -130,7 +130,7 @@ def test_run_state_is_restored_exactly(tmp_path: Path) -> None:
         best_metric_key="eval_gsm8k_pass1",
         best_metric_value=-math.inf,
         run_dir="runs/π",
-        engines={"_actor": EngineLayout(world_size=4, zero_stage=3, tensor_parallel_size=2)},
+        engines={"_actor": StateLayout(world_size=4, zero_stage=3, tensor_parallel_size=2)},
         identity={"epoch": 1, "nested": [{"seed": 2**63}, None, True]},
     )
     manager = checkpoints_in(tmp_path)

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor, nn
 
 from openrlhf import termination
-from openrlhf.checkpoints.manifest import Checkpoint, CheckpointError, EngineLayout, RunState
+from openrlhf.checkpoints.manifest import Checkpoint, CheckpointError, RunState, StateLayout
 from openrlhf.config.shared import CheckpointConfig, DeepSpeedConfig, TrainConfig
 from openrlhf.config.supervised import RMConfig
 from openrlhf.core.batches import TokenRows
@@ -244,9 +244,7 @@ def checkpoint_of(*, world_size: int = 1, param_dtype: str = "bf16", **changes: 
         metric_value=None,
         state=RunState(
             step=4,
-            engines={
-                "": EngineLayout(world_size=world_size, zero_stage=2, param_dtype=param_dtype)
-            },
+            engines={"": StateLayout(world_size=world_size, zero_stage=2, param_dtype=param_dtype)},
             identity=IDENTITY | changes,
         ),
     )

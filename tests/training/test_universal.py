@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 import torch
 
-from openrlhf.checkpoints.manifest import Checkpoint, CheckpointError, EngineLayout, RunState
+from openrlhf.checkpoints.manifest import Checkpoint, CheckpointError, RunState, StateLayout
 from tests.ranks import ROOT
 from tests.tiny import save_tiny_model
 
@@ -153,7 +153,7 @@ def test_error_names_the_checkpoint_that_cannot_be_converted(tmp_path: Path) -> 
         run(model, [second])
 
 
-def checkpoint(**engines: EngineLayout) -> Checkpoint:
+def checkpoint(**engines: StateLayout) -> Checkpoint:
     return Checkpoint(
         directory=Path("/c"), tag="global_step3", nonce="n", places=(), sequence=1, files={},
         metric_key=None, metric_value=None,
@@ -180,14 +180,14 @@ def checkpoint(**engines: EngineLayout) -> Checkpoint:
 def test_error_for_an_unconvertible_checkpoint_names_both_layouts(
     now: dict[str, Any], converts: bool, refused: str | None
 ) -> None:
-    then = EngineLayout(world_size=2, zero_stage=2)
+    then = StateLayout(world_size=2, zero_stage=2)
     if not refused:
-        return check_layout(then, EngineLayout(**now), converts)
+        return check_layout(then, StateLayout(**now), converts)
     with pytest.raises(CheckpointError, match=refused):
-        check_layout(then, EngineLayout(**now), converts)
+        check_layout(then, StateLayout(**now), converts)
 
 
-def check_layout(then: EngineLayout, now: EngineLayout, converts: bool) -> None:
+def check_layout(then: StateLayout, now: StateLayout, converts: bool) -> None:
     """Raise CheckpointError if a run cannot continue a checkpoint from another layout."""
     run = RunState(step=0, engines={"_actor": now}, identity={"seed": 1})
     checkpoint(_actor=then).check_continued_by(run, layout="layout", converts=converts)
@@ -195,7 +195,7 @@ def check_layout(then: EngineLayout, now: EngineLayout, converts: bool) -> None:
 
 def test_tensor_parallel_size_cannot_be_converted_with_zero_0() -> None:
     then, now = (
-        EngineLayout(world_size=2, tensor_parallel_size=size, zero_stage=0) for size in (1, 2)
+        StateLayout(world_size=2, tensor_parallel_size=size, zero_stage=0) for size in (1, 2)
     )
     with pytest.raises(CheckpointError, match=r"tensor parallel size 1, .*now .*size 2"):
         check_layout(then, now, converts=True)
