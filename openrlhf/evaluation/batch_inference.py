@@ -223,7 +223,7 @@ def scored(
                 given_text(tokenizer, prompt.index, "", prompt.tokens)
                 for prompt in prompts[start : start + size]
             ]
-            for text in models.annotate(texts):
+            for text in models.score(texts):
                 yield [text]
 
     with reward_models(config, logs=logs) as models:

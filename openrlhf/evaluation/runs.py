@@ -298,7 +298,7 @@ class Evaluation:
         """
         if self.config.reward.models:
             with reward_models(self.config, logs=self.logs) as models:
-                return models.annotate(answers)
+                return models.score(answers)
         weights = self.config.reward.weights or ()
         rewarded: list[Trajectory] = []
         for answer in answers:

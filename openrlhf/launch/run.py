@@ -28,7 +28,7 @@ from openrlhf.rollout.engine import EngineError
 from openrlhf.rollout.engine_settings import Device
 from openrlhf.rollout.episode_files import EpisodeFolder
 from openrlhf.rollout.fleet import Fleet
-from openrlhf.rollout.generator import Generator, RolloutGenerator, as_sampled
+from openrlhf.rollout.generator import Generator, RolloutGenerator, unchanged
 from openrlhf.rollout.recorded import DumpingGenerator, ReplayGenerator
 from openrlhf.trainers.async_source import AsyncSource
 from openrlhf.trainers.engine_comparison import EngineComparison
@@ -269,13 +269,15 @@ class Run:
             early.append(rewards)
         if config.train.async_enable:
             early += [stage for stage in columns if not _asks_policy(stage)]
-        annotated = as_sampled
+        score_group = unchanged
         if early:
-            annotated = EarlyStages(stages=early, timeout_s=config.train.step_timeout).of_group
+            score_group = EarlyStages(stages=early, timeout_s=config.train.step_timeout).score_group
         prompts = self.data.train
         sampling = settings.train_sampling(config)
         if config.train.async_enable:
-            return AsyncSource(prompts, generator, self.loop, sampling, config, annotated=annotated)
+            return AsyncSource(
+                prompts, generator, self.loop, sampling, config, score_group=score_group
+            )
         last_step = self.replay.last_step if self.replay else None
         source = SyncSource(
             prompts,
@@ -283,7 +285,7 @@ class Run:
             self.loop,
             sampling,
             config,
-            annotated=annotated,
+            score_group=score_group,
             last_step=last_step,
         )
         if last_step is not None and last_step < source.total_steps:
@@ -306,7 +308,7 @@ class Run:
             episodes = evaluate(
                 prompts, generator, self.loop, sampling, step=step, timeout_s=timeout_s
             )
-            return scored.annotate(episodes)
+            return scored.score(episodes)
 
         return play
 

@@ -92,11 +92,11 @@ def in_prompt_order(groups: Iterable[Group]) -> list[Trajectory]:
     return samples
 
 
-Annotate = Callable[[Group], Awaitable[Group]]
+GroupTransform = Callable[[Group], Awaitable[Group]]
 Sampled = Callable[[Prompt], None]
 
 
-async def as_sampled(group: Group) -> Group:
+async def unchanged(group: Group) -> Group:
     """Return the group unchanged."""
     return group
 
@@ -111,7 +111,7 @@ class Request:
 
     The settings are passed with the prompts, so that the generator need not access the trainer.
 
-    The function `annotated` may add reward model scores and mark a prompt's samples as filtered. A
+    The function `on_group` may add reward model scores and mark a prompt's samples as filtered. A
     filtered prompt is replaced by the next prompt, so that the stream yields the requested number
     of unfiltered groups. `sampled` is called when the engines have sampled the last token of a
     prompt's samples, before the samples are rewarded. With agents, which may sample again at any
@@ -120,7 +120,7 @@ class Request:
 
     spec: SamplingSpec
     step: int  # the training step; for an evaluation, the number of steps trained so far
-    annotated: Annotate = as_sampled
+    on_group: GroupTransform = unchanged
     sampled: Sampled = unobserved
 
 
@@ -244,7 +244,7 @@ class RolloutGenerator:
             request.sampled(prompt)
         else:
             group = await self._sample(prompt, request)
-        return await request.annotated(group)
+        return await request.on_group(group)
 
     async def _sample(self, prompt: Prompt, request: Request) -> Group:
         spec = request.spec

@@ -54,9 +54,9 @@ class DumpingGenerator:
 
         async def recorded(group: Group) -> Group:
             sampled.append(group)
-            return await request.annotated(group)
+            return await request.on_group(group)
 
-        recording = replace(request, annotated=recorded)
+        recording = replace(request, on_group=recorded)
         stream = self.generator.stream(prompts, recording, groups=groups, at_once=at_once)
         try:
             async for group in stream:
@@ -101,7 +101,7 @@ class ReplayGenerator:
                 self._samples[index] = list(group)
             self._file = file
         for prompt in prompts:
-            group = await request.annotated(self._samples_of(prompt))
+            group = await request.on_group(self._samples_of(prompt))
             if not group[0].filtered:
                 groups -= 1
             yield group

@@ -210,7 +210,10 @@ class AsyncSource(Source):
         end_of_sampling = asyncio.get_running_loop().create_future()
         self._sampling[started.prompt.index] = end_of_sampling
         request = Request(
-            spec=self.spec, step=self.step + 1, annotated=self.judged, sampled=self._end_sampling
+            spec=self.spec,
+            step=self.step + 1,
+            on_group=self.score_and_filter,
+            sampled=self._end_sampling,
         )
         try:
             async for group in self.generator.stream([started.prompt], request, groups=1):

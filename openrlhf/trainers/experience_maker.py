@@ -26,7 +26,7 @@ from openrlhf.config.learning import RLFlags
 from openrlhf.core.batches import Experience
 from openrlhf.core.trajectory import Trajectory
 from openrlhf.observability.metrics import Mean, Metric
-from openrlhf.trainers.stages import EpisodeRows, Stage, annotate
+from openrlhf.trainers.stages import EpisodeRows, Stage, run_stages
 from openrlhf.workers.policy import kl_metrics
 
 
@@ -95,7 +95,7 @@ class ExperienceMaker:
         places = trainable(trajectories, needs_groups=needs_groups)
         scored = EpisodeRows([trajectories[place] for place in places])
         if places:
-            scored, timing = annotate(scored, self.stages, self.config.train.step_timeout)
+            scored, timing = run_stages(scored, self.stages, self.config.train.step_timeout)
         kept = scored.episodes
         experience = scored.rows
         trajectories = list(trajectories)

@@ -18,13 +18,13 @@ from openrlhf.reporting import warn
 from openrlhf.rewards.budget import ErrorBudget
 from openrlhf.rollout.background import BackgroundLoop
 from openrlhf.rollout.generator import (
-    Annotate,
     Generator,
     Group,
+    GroupTransform,
     Request,
     SamplingSpec,
-    as_sampled,
     in_prompt_order,
+    unchanged,
 )
 from openrlhf.trainers.filtering import DynamicFilter
 
@@ -35,7 +35,7 @@ READ_TOGETHER = 64  # number of prompts that the data loader reads at a time
 class Source(ABC):
     """The training loop's only interface to generation: remaining batches and prompt progress.
 
-    `annotated` adds the scores needed by the filter `keep`. `errors` limits how many episodes may
+    `score_group` adds the scores needed by the filter `keep`. `errors` limits how many episodes may
     fail. `consumed` is the number of prompts used over all epochs, which is saved in checkpoints.
     `total_steps` is the planned number of steps; filtering may use up the prompts earlier.
     """
@@ -46,7 +46,7 @@ class Source(ABC):
     spec: SamplingSpec
     config: RLFlags
     _: KW_ONLY
-    annotated: Annotate = as_sampled
+    score_group: GroupTransform = unchanged
     total_steps: int = field(init=False)
 
     def __post_init__(self) -> None:
@@ -125,9 +125,9 @@ class Source(ABC):
             len(self.prompts), seed=self.train.seed, consumed=drawn, drop_last=False
         )
 
-    async def judged(self, group: Group) -> Group:
+    async def score_and_filter(self, group: Group) -> Group:
         """Return the group with the scores needed by the filter, marked as filtered if rejected."""
-        group = await self.annotated(group)
+        group = await self.score_group(group)
         if self.keep is None:
             return group
         return self.keep.marked(group)
@@ -198,7 +198,7 @@ class SyncSource(Source):
         training loop reports the errors. A batch for several steps is never aborted early, because
         its cancelled prompts would be missing from the epoch.
         """
-        request = Request(spec=self.spec, step=self.step + 1, annotated=self.judged)
+        request = Request(spec=self.spec, step=self.step + 1, on_group=self.score_and_filter)
         may_end_early = self.keep is not None or self.at_once == self.batch_size
         groups: list[Group] = []
         failed = 0

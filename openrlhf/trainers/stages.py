@@ -102,7 +102,7 @@ class Stage(Protocol):
         ...
 
 
-def annotate(
+def run_stages(
     batch: EpisodeRows, stages: Sequence[Stage], timeout_s: float
 ) -> tuple[EpisodeRows, dict[str, Metric]]:
     """Run the stages in parallel and add their results. Skip columns that already exist.
@@ -234,16 +234,16 @@ class EarlyStages:
     stages: Sequence[Stage]
     timeout_s: float
 
-    async def of_group(self, group: list[Trajectory]) -> list[Trajectory]:
-        """Annotate the samples of one prompt while other prompts are still being sampled."""
-        return await asyncio.to_thread(self.annotate, group)
+    async def score_group(self, group: list[Trajectory]) -> list[Trajectory]:
+        """Score the samples of one prompt while other prompts are still being sampled."""
+        return await asyncio.to_thread(self.score, group)
 
-    def annotate(self, trajectories: Sequence[Trajectory]) -> list[Trajectory]:
+    def score(self, trajectories: Sequence[Trajectory]) -> list[Trajectory]:
         """Return the episodes, with rewards and columns added to all episodes that did not fail."""
         finished = [trajectory for trajectory in trajectories if not trajectory.failed]
         if not finished:
             return list(trajectories)
-        batch, _ = annotate(EpisodeRows(finished), self.stages, self.timeout_s)
+        batch, _ = run_stages(EpisodeRows(finished), self.stages, self.timeout_s)
         columns = [stage.writes for stage in self.stages if stage.writes]
         in_order = iter(batch.episodes_with(columns))
         return [each if each.failed else next(in_order) for each in trajectories]

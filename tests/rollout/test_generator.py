@@ -18,7 +18,13 @@ from openrlhf.observability.metrics import Mean, Metric, values
 from openrlhf.rewards.protocol import Reward, RewardRequest, RewardResult
 from openrlhf.rollout.background import BackgroundLoop, RolloutError
 from openrlhf.rollout.fleet import mark_nonfinite
-from openrlhf.rollout.generator import Annotate, Group, Request, RolloutGenerator, SamplingSpec
+from openrlhf.rollout.generator import (
+    Group,
+    GroupTransform,
+    Request,
+    RolloutGenerator,
+    SamplingSpec,
+)
 from openrlhf.rollout.measures import SampleCost, generation_metrics
 from openrlhf.rollout.sampling import Generation, SamplingParams
 from tests.streams import rollout
@@ -114,7 +120,7 @@ def test_tail_share_is_large_if_one_prompt_is_slow() -> None:
 # ---- the stream
 
 
-def marked_by(rejects: Callable[[Group], bool]) -> Annotate:
+def marked_by(rejects: Callable[[Group], bool]) -> GroupTransform:
     """Return an annotation function that marks the rejected groups as filtered."""
 
     async def marked(group: Group) -> Group:
@@ -128,7 +134,7 @@ def groups_of(**options: Any) -> list[int]:
 
     async def collect() -> list[int]:
         request = Request(
-            spec=SPEC, step=1, annotated=marked_by(options.pop("rejects", lambda group: False))
+            spec=SPEC, step=1, on_group=marked_by(options.pop("rejects", lambda group: False))
         )
         return [
             group[0].prompt.index

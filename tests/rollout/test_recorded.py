@@ -71,7 +71,7 @@ class Dice:
                 )
                 for sample in range(request.spec.n_samples)
             ]
-            group = await request.annotated(
+            group = await request.on_group(
                 [Trajectory(**{**vars(t), "prompt": prompt}) for t in samples]
             )
             groups -= not group[0].filtered

@@ -104,7 +104,7 @@ class Judged(VersionedEcho):
             await asyncio.sleep(0.001)
         async for group in super().stream(prompts, request, groups=groups):
             self.answered += 1
-            yield await request.annotated(group)
+            yield await request.on_group(group)
 
     def answer(self, prompt: Prompt) -> Trajectory:
         if prompt.index >= self.broken_from:

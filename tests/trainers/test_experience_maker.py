@@ -375,14 +375,14 @@ def test_early_stages_leave_failed_episodes_unchanged_and_in_place() -> None:
     group = [episode(0, 0, score=1.0), failed(0, 1), episode(0, 2, score=0.0, actions=0)]
     lengths = column_stage("values", reads=Experience.texts)
     early = EarlyStages(stages=[judges(weights=WEIGHTS), lengths], timeout_s=1.0)
-    first, untouched, last = asyncio.run(early.of_group(group))
+    first, untouched, last = asyncio.run(early.score_group(group))
     assert untouched is group[1]
     assert (first.reward, last.reward) == (0.5 + 0.0 + 1.0, 0.5 + 2.0)
     for trajectory in (first, last):
         length = len(trajectory.tokens)
         assert trajectory.columns["values"].tolist() == [float(length)] * length
     rule = EarlyStages(stages=[judges(models=False)], timeout_s=1.0)
-    assert [t.reward for t in rule.annotate(group)] == [1.0, None, 0.0]
+    assert [t.reward for t in rule.score(group)] == [1.0, None, 0.0]
 
 
 def test_stage_with_only_function_rewards_does_not_convert_tokens(
@@ -391,14 +391,14 @@ def test_stage_with_only_function_rewards_does_not_convert_tokens(
     group = [episode(0, 0, score=4.0), episode(0, 1, score=6.0)]
     rule = EarlyStages(stages=[judges(models=False, weights=(0.25,))], timeout_s=1.0)
     monkeypatch.setattr(Experience, "from_trajectories", None)
-    assert [trajectory.reward for trajectory in rule.annotate(group)] == [1.0, 1.5]
+    assert [trajectory.reward for trajectory in rule.score(group)] == [1.0, 1.5]
 
 
 def test_column_present_in_every_episode_is_not_recomputed() -> None:
     SENT.clear()
     group = [episode(0, 0, score=1.0), episode(0, 1, score=0.0, actions=2)]
     early = EarlyStages(stages=[column_stage("old_logprobs")], timeout_s=1.0)
-    once = annotated(early.annotate(group))
+    once = annotated(early.score(group))
     assert [{"tokens", "offsets", "loss_mask"}, {"tokens", "offsets"}] == SENT
     assert set(once.timing) == {"timing/values"}
     assert once.experience.old_logprobs is not None

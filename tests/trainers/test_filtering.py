@@ -22,7 +22,7 @@ from openrlhf.observability.metrics import Metric, values
 from openrlhf.observability.run_folder import sample_row
 from openrlhf.rewards.protocol import RewardRequest, RewardResult
 from openrlhf.rollout.background import BackgroundLoop
-from openrlhf.rollout.generator import Group, RolloutGenerator, SamplingSpec, as_sampled
+from openrlhf.rollout.generator import Group, RolloutGenerator, SamplingSpec, unchanged
 from openrlhf.rollout.sampling import Generation, SamplingParams
 from openrlhf.trainers.filtering import DynamicFilter, pass_rate, thrown_away
 from openrlhf.trainers.sources import SyncSource
@@ -191,7 +191,7 @@ def steps_of(
             reward=RewardConfig(max_error_rate=max_error_rate),
             algo=AlgoConfig(dynamic_filtering_enable=True),
         ),
-        annotated=table.scored if by_model else as_sampled,
+        score_group=table.scored if by_model else unchanged,
     )
     source.resume(step=0, consumed=consumed, folder=Path())
     for step in source:

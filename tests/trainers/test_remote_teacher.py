@@ -36,7 +36,7 @@ def wise() -> RemoteTeacher:
 
 def taught(episodes: list[Trajectory]) -> list[Trajectory]:
     """Return the episodes with the teacher's column added."""
-    return EarlyStages(stages=[RemoteTeacherStage(wise())], timeout_s=60).annotate(episodes)
+    return EarlyStages(stages=[RemoteTeacherStage(wise())], timeout_s=60).score(episodes)
 
 
 def text_of(token: int) -> str:

@@ -180,7 +180,7 @@ def test_teacher_on_a_stock_server_returns_the_log_probabilities_of_transformers
         with pytest.raises(ConfigError, match="takes 64 tokens"):
             teacher.check(tokenizer, max_len=64)
         stage = RemoteTeacherStage(teacher)
-        (judged,) = EarlyStages(stages=[stage], timeout_s=60).annotate([episode(actions=62)])
+        (judged,) = EarlyStages(stages=[stage], timeout_s=60).score([episode(actions=62)])
         assert isinstance(remote_engine("wise").completion_sync("ab=", max_tokens=3), str)
     with torch.no_grad():
         logprobs = hf(torch.tensor([judged.tokens])).logits[0].log_softmax(-1)
