@@ -9,7 +9,7 @@ from openrlhf.core.batches import Experience, TokenRows
 from openrlhf.data.batching import row_costs
 from openrlhf.observability.metrics import Metric, merge_all
 from openrlhf.trainers.pretraining_mix import PretrainingMix
-from openrlhf.trainers.update_plan import RankUpdate, plan_update
+from openrlhf.trainers.update_plan import SliceUpdate, plan_update
 from openrlhf.weights.publisher import WeightPublisher
 from openrlhf.workers.base import Update
 from openrlhf.workers.critic import CriticWorker
@@ -68,13 +68,13 @@ class ModelUpdate:
 
     def _plan(
         self, experience: Experience, workers: WorkerGroup, step: int
-    ) -> Sequence[RankUpdate]:
+    ) -> Sequence[SliceUpdate]:
         """Return the rows of every optimizer step for each of the workers' data slices."""
         train = self.config.train
         return plan_update(
             row_costs(experience.lengths.tolist(), workers.attention_length),
             episodes=experience.episode_of_row.tolist(),
-            ranks=workers.slices,
+            slices=workers.slices,
             batch_size=train.batch_size,
             epochs=train.max_epochs,
             seed=train.seed + step,
@@ -90,7 +90,7 @@ class ModelUpdate:
         if not self.pretraining:
             return [[] for _ in range(policy.slices)]
         first = step * self.config.updates_of(self.config.rollout.batch_size)
-        return self.pretraining.for_ranks(
+        return self.pretraining.for_slices(
             range(first, first + optimizer_steps),
             policy.slices,
             attention_length=policy.attention_length,

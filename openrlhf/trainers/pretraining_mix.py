@@ -35,23 +35,23 @@ class PretrainingMix:
             drawn += islice(order, self.batch_size - len(drawn))
         return drawn
 
-    def for_ranks(
-        self, optimizer_steps: Sequence[int], ranks: int, *, attention_length: int | None = None
+    def for_slices(
+        self, optimizer_steps: Sequence[int], slices: int, *, attention_length: int | None = None
     ) -> list[list[TokenRows]]:
-        """Return one batch per optimizer step for each rank, such that the ranks' `row_costs` are
-        similar. A rank without rows gets one row whose loss mask is all false.
+        """Return one batch per optimizer step for each slice, such that the slices' `row_costs` are
+        similar. A slice without rows gets one row whose loss mask is all false.
         """
-        per_rank: list[list[TokenRows]] = [[] for _ in range(ranks)]
+        per_slice: list[list[TokenRows]] = [[] for _ in range(slices)]
         for step in optimizer_steps:
             rows = [self.rows[row] for row in self.draw(step)]
             batch = TokenRows.from_lists(
                 [row.tokens for row in rows], [row.loss_mask for row in rows]
             )
             costs = row_costs(batch.lengths.tolist(), attention_length)
-            parts = distribute(costs, range(len(rows)), ranks)
-            for texts, places in zip(per_rank, parts, strict=True):
+            parts = distribute(costs, range(len(rows)), slices)
+            for texts, places in zip(per_slice, parts, strict=True):
                 part = batch.select(places or [0])
                 if not places:
                     part = replace(part, loss_mask=torch.zeros_like(part.loss_mask))
                 texts.append(part)
-        return per_rank
+        return per_slice

@@ -156,9 +156,9 @@ class RoleSettings:
 
 @dataclass(frozen=True, kw_only=True)
 class Update:
-    """One rank's rows for an update.
+    """The rows of one data slice for an update.
 
-    `steps` contains a list for each optimizer step, with the rows that the step trains on.
+    `steps[k]` are the positions in this slice's rows that optimizer step k trains on.
     """
 
     experience: Experience

@@ -136,7 +136,7 @@ def test_learning_rate_schedule_spans_all_steps_of_the_run(
     config = config_of(folder, **changes)
     drawn = [min(4, prompts - first) for first in range(0, prompts, 4)] * episodes
     plans = [
-        plan_update([3] * 2 * n, ranks=1, batch_size=8 // steps_per_batch, epochs=epochs, seed=0)
+        plan_update([3] * 2 * n, slices=1, batch_size=8 // steps_per_batch, epochs=epochs, seed=0)
         for n in drawn
     ]
     assert optimizer_steps(config, prompts) == sum(len(plan.steps) for [plan] in plans)

@@ -33,15 +33,15 @@ def test_batch_larger_than_the_dataset_draws_from_several_epochs() -> None:
     assert len(mix(batch_size=16).draw(5)) == 16
 
 
-@pytest.mark.parametrize("ranks", [1, 2, 3, 5])
-def test_each_row_of_a_step_is_on_exactly_one_rank(ranks: int) -> None:
+@pytest.mark.parametrize("slices", [1, 2, 3, 5])
+def test_each_row_of_a_step_is_in_exactly_one_slice(slices: int) -> None:
     steps = [4, 5]
-    per_rank = mix().for_ranks(steps, ranks)
-    assert len(per_rank) == ranks
+    per_slice = mix().for_slices(steps, slices)
+    assert len(per_slice) == slices
     for place, step in enumerate(steps):
-        counted = [text for texts in per_rank for text in [texts[place]] if text.loss_mask.any()]
+        counted = [text for texts in per_slice for text in [texts[place]] if text.loss_mask.any()]
         rows = [int(row) for text in counted for row in text.tokens[text.offsets[:-1]]]
         assert sorted(rows) == sorted(mix().draw(step))
-        assert all(text.num_rows for texts in per_rank for text in [texts[place]]), (
+        assert all(text.num_rows for texts in per_slice for text in [texts[place]]), (
             "a forward pass needs at least one row"
         )

@@ -117,7 +117,7 @@ def course(task: Path, model: Path, setting: Setting, seed: int) -> Course:
         experience, credit = maker.credit(experience)
         [plan] = plan_update(
             experience.lengths.tolist(),
-            ranks=1,
+            slices=1,
             batch_size=config.train.batch_size,
             epochs=1,
             seed=seed + step,

@@ -51,7 +51,7 @@ def run(stage: int, dtype: str, lora: LoraConfig, model: str, out: str) -> list[
     settings = role_settings(load, MicroBatchLimits(size=2))
     averaged = amend(settings.config, {"train.enable_ema": True, "train.ema_beta": BETA})
     settings = replace(settings, config=averaged)
-    plan = plan_update(LENGTHS, ranks=strategy.dp_size, batch_size=BATCH_SIZE, epochs=1, seed=0)[
+    plan = plan_update(LENGTHS, slices=strategy.dp_size, batch_size=BATCH_SIZE, epochs=1, seed=0)[
         strategy.rank
     ]
     rows = batch().select(plan.rows)

@@ -153,7 +153,7 @@ def strategy_of(name: str) -> Strategy:
 def update(policy: PolicyWorker, experience: Experience) -> Metrics:
     """Update the policy with each rank's share of the rows, and return the metrics of all ranks."""
     strategy = policy.strategy
-    plans = plan_update(LENGTHS, ranks=strategy.dp_size, batch_size=BATCH_SIZE, epochs=1, seed=0)
+    plans = plan_update(LENGTHS, slices=strategy.dp_size, batch_size=BATCH_SIZE, epochs=1, seed=0)
     plan = plans[strategy.rank]
     texts = [
         text(

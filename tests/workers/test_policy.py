@@ -80,7 +80,7 @@ def plain(model: str) -> dict[str, Any]:
     )
     with torch.no_grad():
         before = [scores(hf, row)[0] for row in range(len(LENGTHS))]
-    [plan] = plan_update(LENGTHS, ranks=1, batch_size=BATCH_SIZE, epochs=1, seed=0)
+    [plan] = plan_update(LENGTHS, slices=1, batch_size=BATCH_SIZE, epochs=1, seed=0)
     sums = dict.fromkeys(("policy", "kl", "entropy", "clipped", "tokens"), 0.0)
     norm, texts = math.nan, list[float]()
     for rows in plan.steps:

@@ -80,7 +80,7 @@ def plain_update(model: str, loss: str, aggregation: str) -> Outcome:
     optimizer = torch.optim.AdamW(
         hf.parameters(), lr=adam.lr, betas=adam.betas, eps=adam.eps, weight_decay=0
     )
-    [plan] = plan_update(LENGTHS, ranks=1, batch_size=BATCH_SIZE, epochs=1, seed=0)
+    [plan] = plan_update(LENGTHS, slices=1, batch_size=BATCH_SIZE, epochs=1, seed=0)
     policy_sum, count, norm = 0.0, 0.0, math.nan
     for step in plan.steps:
         rows = [row_terms(hf, plan.rows[i], loss) for i in step]
