@@ -1,9 +1,9 @@
 """Worker processes: one Ray actor per device slot, each hosting the workers of a set of roles.
 
     calls = group.launch(PolicyWorker.update, [first_slice, second_slice])  # one per data slice
-    results = gather(calls, timeout_s=600, doing="update the policy")
+    results = wait_for(calls, timeout_s=600, doing="update the policy")
 
-`gather` raises an error that names the failed process and its log.
+`wait_for` raises an error that names the failed process and its log.
 """
 
 import os
@@ -44,7 +44,7 @@ class Call:
 
     references: tuple[Any, ...]  # Ray's reference to each process's result
     logs: tuple[str, ...]  # log file of each process
-    spans: list[Span] | None = None  # `gather` appends the time span of the call
+    spans: list[Span] | None = None  # `wait_for` appends the time span of the call
 
 
 @dataclass(frozen=True)
@@ -170,7 +170,7 @@ class HostHandles:
             self.logs.append(f"{prefix}-{rank}.log")
             calls.append(self.call([rank], "meeting_point", self.logs[rank]))
         doing = f"start the {self.group.name} processes"
-        [(host, port), *_] = gather(calls, timeout_s=timeout_s, doing=doing)
+        [(host, port), *_] = wait_for(calls, timeout_s=timeout_s, doing=doing)
         arguments = settings | {"layout": self.layout}
         calls = []
         for rank in processes:
@@ -186,7 +186,7 @@ class HostHandles:
                 "MASTER_PORT": str(port),
             }
             calls.append(self.call([rank], "connect", environment, arguments, plugins))
-        gather(calls, timeout_s=timeout_s, doing=doing)
+        wait_for(calls, timeout_s=timeout_s, doing=doing)
 
     def call(self, ranks: Sequence[int], method: str, *args: Any) -> Call:
         """Call a method of `WorkerHost` in the processes of `ranks`."""
@@ -234,7 +234,7 @@ class WorkerGroup:
         return self.hosts.call(ranks, "call", self.role, method.__name__, *args)
 
 
-def gather(
+def wait_for(
     calls: Sequence[Call],
     *,
     timeout_s: float,

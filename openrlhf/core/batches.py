@@ -123,7 +123,7 @@ class Layout:
         positions = torch.where(real, starts[:, None] + steps, 0)
         return cls(positions=positions, real=real)
 
-    def gather(self, column: Tensor) -> Tensor:
+    def pad(self, column: Tensor) -> Tensor:
         """Return a flat column (N, ...) as a block (B, T, ...), zero (False) at padding.
 
         Differentiable.

@@ -9,7 +9,7 @@ from transformers import PreTrainedTokenizerBase
 
 from openrlhf.cluster.placement import HostGroup, Placement, engine_group
 from openrlhf.cluster.ray_cluster import places_now, ray_cluster
-from openrlhf.cluster.worker_group import WorkerGroup, gather
+from openrlhf.cluster.worker_group import WorkerGroup, wait_for
 from openrlhf.config.evaluation import EvaluationConfig
 from openrlhf.config.inference import BatchInferenceConfig
 from openrlhf.launch import settings
@@ -81,7 +81,7 @@ def reward_models(config: settings.SamplingCommand, *, logs: Path) -> Iterator[E
         cost = settings.attention_length_of(models)
         workers = WorkerGroup(hosts, "reward", attention_length=cost)
         created = workers.create(RewardWorker, models)
-        gather(created, timeout_s=config.train.setup_timeout, doing="load the models")
+        wait_for(created, timeout_s=config.train.setup_timeout, doing="load the models")
         rewards = RewardStage(workers=workers, reward=config.reward)
         yield EarlyStages(stages=[rewards], timeout_s=config.train.step_timeout)
 

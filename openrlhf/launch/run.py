@@ -9,7 +9,7 @@ from typing import Any
 from openrlhf.checkpoints.manager import CheckpointManager
 from openrlhf.checkpoints.manifest import Checkpoint, RunState
 from openrlhf.checks import report
-from openrlhf.cluster.worker_group import Call, WorkerError, WorkerGroup, gather
+from openrlhf.cluster.worker_group import Call, WorkerError, WorkerGroup, wait_for
 from openrlhf.config.ppo import PPOConfig
 from openrlhf.core.batches import Experience
 from openrlhf.core.trajectory import Trajectory
@@ -132,7 +132,7 @@ class Run:
                     hosts, role, attention_length=settings.attention_length_of(worker_settings)
                 )
                 created += groups[role].create(worker, worker_settings)
-        gather(created, timeout_s=config.train.setup_timeout, doing="load the models")
+        wait_for(created, timeout_s=config.train.setup_timeout, doing="load the models")
         return groups
 
     def _workers(self) -> dict[str, tuple[type, Any]]:
@@ -164,7 +164,7 @@ class Run:
                 asked.append(groups[role].broadcast(TrainedWorker.checkpoint_bytes)[0])
         if not self.config.ckpt.resumable or not asked:
             return
-        sizes = gather(
+        sizes = wait_for(
             asked, timeout_s=self.config.train.setup_timeout, doing="report their checkpoint size"
         )
         report(*self.checkpoints.check_room(sum(sizes)))
@@ -211,7 +211,7 @@ class Run:
             self.fleet,
             transport=settings.transport(config, self.kind),
             timeout_s=timeout_s,
-            gather=gather,
+            wait_for=wait_for,
             failures=(WorkerError, EngineError),
         )
         if self.fleet is None:

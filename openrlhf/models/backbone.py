@@ -185,7 +185,7 @@ class HeadedModel(nn.Module):
             block, positions = tokens[None], positions[None]
         else:
             layout = Layout.of(offsets)
-            block, positions = layout.gather(tokens), layout.gather(positions)
+            block, positions = layout.pad(tokens), layout.pad(positions)
             arguments["attention_mask"] = layout.real.long()
             rows = layout.real.flatten()
         balancing = self.balancing and self.training

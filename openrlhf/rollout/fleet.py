@@ -21,8 +21,8 @@ from openrlhf.cluster.worker_group import (
     Call,
     HostHandles,
     WorkerError,
-    gather,
     reason_of_death,
+    wait_for,
 )
 from openrlhf.observability.metrics import Metric
 from openrlhf.rollout.background import CLOSE_TIMEOUT_S, RolloutError
@@ -134,12 +134,12 @@ class Fleet:
         """Wait until all engines are ready or asleep. Raises EngineError or WorkerError."""
         if self.up:
             return
-        gather(self._loading, timeout_s=self.timeout_s, doing="start the engines")
+        wait_for(self._loading, timeout_s=self.timeout_s, doing="start the engines")
         for member in self._members.values():
             member.up = True
         if self.settings.vllm.enable_sleep:
             calls = [member.call(RolloutEngine.sleep) for member in self.up]
-            gather(calls, timeout_s=self.timeout_s, doing="put the engines to sleep")
+            wait_for(calls, timeout_s=self.timeout_s, doing="put the engines to sleep")
         self._watcher.start()
 
     def metrics(self) -> dict[str, Metric]:
@@ -276,7 +276,7 @@ class Fleet:
                     member.slots = slots
             self._launch(member)
             member.slots.wait(self.timeout_s)
-            gather([self._load(member)], timeout_s=self.timeout_s, doing="start the engine")
+            wait_for([self._load(member)], timeout_s=self.timeout_s, doing="start the engine")
             self._router.add(member.index)
             if self.refit:
                 self.refit(member)  # `refit` sets `up`, so that the member misses no publication
@@ -326,7 +326,7 @@ class Fleet:
         """Stop the engines, so that other processes can use the device memory."""
         self._closed.set()
         calls = [member.call(RolloutEngine.stop) for member in self.up]
-        gather(calls, timeout_s=self.timeout_s, doing="end the engines")
+        wait_for(calls, timeout_s=self.timeout_s, doing="end the engines")
 
     def close(self) -> None:
         """End all processes and release their slots."""

@@ -7,7 +7,7 @@ from pathlib import Path
 from openrlhf.algorithms.kl import KLController
 from openrlhf.checkpoints.manager import SAVE_FAILED, CheckpointManager
 from openrlhf.checkpoints.manifest import Checkpoint, CheckpointError, RunState, StagedCheckpoint
-from openrlhf.cluster.worker_group import gather
+from openrlhf.cluster.worker_group import wait_for
 from openrlhf.config.learning import RLFlags
 from openrlhf.observability.recorder import Recorder
 from openrlhf.trainers.best import BestMetric
@@ -106,4 +106,4 @@ class Checkpointing:
             models["_critic"] = self.exporting.critic
         for name, model in models.items():
             calls = model.broadcast(method, files.engine_dir(name), files.tag)
-            gather(calls, timeout_s=self.config.train.step_timeout, doing=doing)
+            wait_for(calls, timeout_s=self.config.train.step_timeout, doing=doing)

@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from openrlhf.cluster.worker_group import Call, WorkerGroup, gather
+from openrlhf.cluster.worker_group import Call, WorkerGroup, wait_for
 from openrlhf.core.batches import TokenRows
 from openrlhf.rollout.engine import RolloutEngine
 from openrlhf.rollout.fleet import Fleet
@@ -54,11 +54,11 @@ class EngineComparison:
             for engine in engines:
                 asked.append(engine.call(RolloutEngine.generate, prompt, params))
                 rows_asked.append(prompt)
-        answers = self._gather(asked, "sample from the new weights")
+        answers = self._wait_for(asked, "sample from the new weights")
         pausing = [engine.call(RolloutEngine.pause) for engine in engines]
-        self._gather(pausing, "empty their caches")
+        self._wait_for(pausing, "empty their caches")
         resuming = [engine.call(RolloutEngine.resume) for engine in engines]
-        self._gather(resuming, "serve the new weights")
+        self._wait_for(resuming, "serve the new weights")
         samples: list[Generation] = [sample for [sample] in answers]
         gaps = self._gaps(rows_asked, samples)
         for position, engine in enumerate(engines):
@@ -85,9 +85,11 @@ class EngineComparison:
             sampled.append([False] * len(prompt) + [True] * len(sample.tokens))
         rows = TokenRows.from_lists(tokens, sampled)
         scoring = self.policy.broadcast(PolicyWorker.logprobs, rows)
-        ours: Tensor = self._gather(scoring, "score the engines' samples")[0][rows.loss_mask]
+        ours: Tensor = self._wait_for(scoring, "score the engines' samples")[0][rows.loss_mask]
         theirs = [torch.tensor(sample.logprobs) for sample in samples]
         return (ours - torch.cat(theirs)).abs().split([len(sample) for sample in theirs])
 
-    def _gather(self, calls: Sequence[Call], doing: str) -> list[Any]:
-        return gather(calls, timeout_s=self.timeout_s, doing=doing, flag="--train.publish_timeout")
+    def _wait_for(self, calls: Sequence[Call], doing: str) -> list[Any]:
+        return wait_for(
+            calls, timeout_s=self.timeout_s, doing=doing, flag="--train.publish_timeout"
+        )

@@ -162,17 +162,17 @@ class ExperienceMaker:
         row_of_token = experience.row_of_token()
         for block in experience.blocks():  # rows of similar lengths
             rows = row_of_token[block.positions[:, 0]]
-            mask = block.gather(experience.action_mask)
+            mask = block.pad(experience.action_mask)
             per_token = token_rewards(
                 shaped[rows],
-                None if kl is None else block.gather(kl),
+                None if kl is None else block.pad(kl),
                 mask,
                 self.kl.coef,
-                None if turns is None else block.gather(turns),
+                None if turns is None else block.pad(turns),
             )
             values = torch.zeros_like(per_token)
             if experience.values is not None:
-                values = block.gather(experience.values)
+                values = block.pad(experience.values)
             advantages, returns = estimator.credit(
                 per_token, values, mask, gamma=advantage.gamma, lam=advantage.lambd
             )

@@ -5,7 +5,7 @@ from pathlib import Path
 
 from transformers import PreTrainedTokenizerBase
 
-from openrlhf.cluster.worker_group import Call, WorkerGroup, gather
+from openrlhf.cluster.worker_group import Call, WorkerGroup, wait_for
 from openrlhf.config.learning import RLFlags
 from openrlhf.observability.recorder import Recorder
 from openrlhf.workers.base import TrainedWorker
@@ -36,4 +36,4 @@ class Exporting:
         self._wait(calls, "export the policy")
 
     def _wait(self, calls: list[Call], doing: str) -> None:
-        gather(calls, timeout_s=self.config.train.step_timeout, doing=doing)
+        wait_for(calls, timeout_s=self.config.train.step_timeout, doing=doing)

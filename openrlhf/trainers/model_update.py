@@ -3,7 +3,7 @@
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from openrlhf.cluster.worker_group import Call, WorkerGroup, gather
+from openrlhf.cluster.worker_group import Call, WorkerGroup, wait_for
 from openrlhf.config.learning import RLFlags
 from openrlhf.core.batches import Experience, TokenRows
 from openrlhf.data.batching import row_costs
@@ -40,7 +40,7 @@ class ModelUpdate:
         if step >= self.config.frozen_steps:
             launched += self._launch_policy(experience, step, kl_coef)
         timeout_s = self.config.train.step_timeout
-        return merge_all(gather(launched, timeout_s=timeout_s, doing="update the models"))
+        return merge_all(wait_for(launched, timeout_s=timeout_s, doing="update the models"))
 
     def _launch_critic(self, critic: WorkerGroup, experience: Experience, step: int) -> list[Call]:
         read = experience.only(*CriticWorker.reads)

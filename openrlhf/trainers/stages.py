@@ -15,7 +15,7 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-from openrlhf.cluster.worker_group import WorkerGroup, gather
+from openrlhf.cluster.worker_group import WorkerGroup, wait_for
 from openrlhf.config.rollout import RewardConfig
 from openrlhf.core.batches import Experience, Ragged, turn_reward_column
 from openrlhf.core.trajectory import Trajectory
@@ -143,7 +143,7 @@ def launch_scoring(
 
     def collect(timeout_s: float) -> Tensor:
         doing = f"score the batch ({workers.role})"
-        results: Sequence[Tensor] = gather(calls, timeout_s=timeout_s, doing=doing)
+        results: Sequence[Tensor] = wait_for(calls, timeout_s=timeout_s, doing=doing)
         size = batch.num_rows if per_row else batch.num_tokens
         column = torch.zeros(size, *results[0].shape[1:])
         for rows, scored in zip(parts, results, strict=True):

@@ -102,8 +102,8 @@ class WeightPublisher:
     _: KW_ONLY
     transport: Transport
     timeout_s: float
-    gather: Callable[..., list[Any]]  # function that waits for calls: `cluster.worker_group.gather`
-    # errors from `gather` that may mean that a process was lost
+    wait_for: Callable[..., list[Any]]  # waits for calls: `cluster.worker_group.wait_for`
+    # errors from `wait_for` that may mean that a process was lost
     failures: tuple[type[Exception], ...]
     check: Callable[[], None] | None = None  # called only once, after the first publication
     groups_made: int = field(default=0, init=False)
@@ -141,7 +141,7 @@ class WeightPublisher:
                 if engines.up == receivers:
                     # No engine was lost.
                     # If a sender was lost, this call raises an error that names the sender.
-                    self._gather(self.policy.broadcast(PolicyCalls.weight_address), "answer")
+                    self._wait_for(self.policy.broadcast(PolicyCalls.weight_address), "answer")
                     raise
         engines.check()
 
@@ -163,22 +163,22 @@ class WeightPublisher:
 
     def _send(self, receivers: Sequence[EngineProcess], version: int | None) -> None:
         listing = self.policy.broadcast(PolicyCalls.weight_manifest, version)
-        [manifest] = self._gather(listing[:1], "list its weights")
+        [manifest] = self._wait_for(listing[:1], "list its weights")
         receiving = [engine.call(EngineCalls.receive, manifest) for engine in receivers]
         sending = self.policy.broadcast(PolicyCalls.send_weights, manifest)
         try:
-            self._gather([*receiving, *sending], f"publish weight version {manifest.version}")
+            self._wait_for([*receiving, *sending], f"publish weight version {manifest.version}")
         except PublicationError as error:
             raise self._with_reports(error, receiving) from error
         resuming = [engine.call(EngineCalls.resume) for engine in receivers]
-        self._gather(resuming, "serve the new weights")
+        self._wait_for(resuming, "serve the new weights")
 
     def _new_group(self, receivers: Sequence[EngineProcess]) -> WeightGroup:
         """Return a new weight group for the senders and all workers of these engines."""
         assert self.engines
         workers = self.engines.workers_per_engine
         asked = self.policy.broadcast(PolicyCalls.weight_address)[:1]
-        [(host, port)] = self._gather(asked, "report its address for sending weights")
+        [(host, port)] = self._wait_for(asked, "report its address for sending weights")
         self.groups_made += 1
         senders = [0]
         if self.transport == "ipc":  # IPC works only within a GPU, so each rank with a worker sends
@@ -204,7 +204,7 @@ class WeightPublisher:
             offset = len(group.senders) + position * self.engines.workers_per_engine
             joining.append(engine.call(EngineCalls.join, group, rank_offset=offset))
         joining += self.policy.broadcast(PolicyCalls.join_weight_group, group)
-        self._gather(joining, "join the weight group")
+        self._wait_for(joining, "join the weight group")
         self.connected = receivers
 
     def _with_reports(self, error: PublicationError, receiving: Sequence[Any]) -> PublicationError:
@@ -214,14 +214,14 @@ class WeightPublisher:
         reports = [str(error)]
         for call in receiving:
             try:
-                self.gather([call], timeout_s=REPORT_TIMEOUT_S, doing="answer")
+                self.wait_for([call], timeout_s=REPORT_TIMEOUT_S, doing="answer")
             except PublicationError as report:
                 reports.append(str(report))
             except self.failures:
                 pass  # the engine died or does not respond, which `find_lost` will detect
         return PublicationError("; ".join(dict.fromkeys(reports)))
 
-    def _gather(self, calls: Sequence[Any], doing: str) -> list[Any]:
-        return self.gather(
+    def _wait_for(self, calls: Sequence[Any], doing: str) -> list[Any]:
+        return self.wait_for(
             calls, timeout_s=self.timeout_s, doing=doing, flag="--train.publish_timeout"
         )

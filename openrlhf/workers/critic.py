@@ -64,11 +64,11 @@ class CriticWorker(TrainedWorker[Update]):
         assert micro.values is not None and micro.returns is not None
         layout = micro.layout
         outputs = self.engine(micro.tokens, micro.offsets)
-        values = layout.gather(state_values(outputs.values, micro.offsets))
-        mask = layout.gather(micro.action_mask)
+        values = layout.pad(state_values(outputs.values, micro.offsets))
+        mask = layout.pad(micro.action_mask)
         clip = self.config.critic.value_clip
         per_token = value_loss(
-            values, layout.gather(micro.values), layout.gather(micro.returns), mask, clip=clip
+            values, layout.pad(micro.values), layout.pad(micro.returns), mask, clip=clip
         )
         summed = per_token.sum()
         tokens = float(mask.sum())

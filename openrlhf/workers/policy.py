@@ -155,7 +155,7 @@ class PolicyWorker(TrainedWorker[PolicyUpdate]):
         """
         if isinstance(micro, TokenRows):
             return {"policy": 0.0, "tokens": 0.0, "pretraining": float(micro.loss_mask.sum())}
-        mask = micro.layout.gather(micro.action_mask)
+        mask = micro.layout.pad(micro.action_mask)
         return {"policy": self._weights(mask)[1], "tokens": float(mask.sum()), "pretraining": 0.0}
 
     def loss(
@@ -176,25 +176,25 @@ class PolicyWorker(TrainedWorker[PolicyUpdate]):
             entropy_coef is not None,
         )
         layout = micro.layout
-        mask = layout.gather(micro.action_mask)
-        logprobs = layout.gather(scores.logprobs)
+        mask = layout.pad(micro.action_mask)
+        logprobs = layout.pad(scores.logprobs)
         if micro.old_logprobs is None:
             # In a strictly on-policy update, π_old is π_θ and the ratio is 1 by construction.
             old = logprobs.detach()
         else:
-            old = layout.gather(micro.old_logprobs)
+            old = layout.pad(micro.old_logprobs)
         loss, metrics = self._policy_loss(micro, logprobs, old, mask, totals)
         tokens = float(mask.sum())
         balance, balance_metrics = balancing_term(scores.aux_loss, self.actor.aux_loss_coef, tokens)
         loss = loss + balance / totals["tokens"]
         metrics |= balance_metrics
         if self.algo.kl.use_loss and micro.ref_logprobs is not None:
-            reference = layout.gather(micro.ref_logprobs)
+            reference = layout.pad(micro.ref_logprobs)
             kl = self._loss_kl(logprobs, old, reference)
             loss = loss + job.kl_coef * masked_sum(kl, mask) / totals["tokens"]
             metrics |= kl_metrics(kl.detach(), log_ratio(logprobs.detach(), reference, mask), mask)
         if scores.entropy is not None:
-            entropy_sum = masked_sum(layout.gather(scores.entropy), mask)
+            entropy_sum = masked_sum(layout.pad(scores.entropy), mask)
             metrics["train/entropy_loss"] = Mean(float(entropy_sum.detach()), tokens)
             if entropy_coef:
                 loss = loss - entropy_coef * entropy_sum / totals["tokens"]
@@ -222,12 +222,12 @@ class PolicyWorker(TrainedWorker[PolicyUpdate]):
         """
         layout = micro.layout
         assert micro.advantages is not None and micro.rollout_logprobs is not None
-        rollout = layout.gather(micro.rollout_logprobs)
+        rollout = layout.pad(micro.rollout_logprobs)
         correction, base = self.correction, old
         if correction and LOSS_TRAITS[self.actor.policy_loss_type].rollout_ratio:
             correction, base = None, rollout
         surrogate = POLICY_LOSSES[self.actor.policy_loss_type](
-            logprobs, base, layout.gather(micro.advantages), mask, self.clip
+            logprobs, base, layout.pad(micro.advantages), mask, self.clip
         )
         per_token = surrogate.per_token
         filtered: Metrics = {}

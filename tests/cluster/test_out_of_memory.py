@@ -10,7 +10,7 @@ import psutil
 import pytest
 import ray
 
-from openrlhf.cluster.worker_group import Call, WorkerError, gather
+from openrlhf.cluster.worker_group import Call, WorkerError, wait_for
 
 MOST_BYTES, PART_BYTES = 2 << 30, 64 << 20
 
@@ -41,5 +41,5 @@ def hungry() -> Iterator[Any]:
 def test_worker_error_after_an_out_of_memory_kill_names_the_log_and_a_fix(hungry: Any) -> None:
     call = Call((hungry.eat.remote(),), ("hungry.log",))
     with pytest.raises(WorkerError, match=r"eat.*memory.*micro-batches.*hungry\.log") as caught:
-        gather([call], timeout_s=240, doing="eat")
+        wait_for([call], timeout_s=240, doing="eat")
     assert "\n" not in str(caught.value)

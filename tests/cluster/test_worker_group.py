@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import ray
 
-from openrlhf.cluster.worker_group import HostHandles, WorkerError, WorkerGroup, gather
+from openrlhf.cluster.worker_group import HostHandles, WorkerError, WorkerGroup, wait_for
 from openrlhf.training.layout import RankLayout
 
 
@@ -83,11 +83,11 @@ def test_launch_sends_each_slice_to_its_ranks_and_gather_returns_the_first_resul
         [(0, 20), (1, 20)],
         [(2, 40), (3, 40)],
     ]
-    assert gather(calls, timeout_s=240, doing="double") == [(0, 20), (2, 40)]
+    assert wait_for(calls, timeout_s=240, doing="double") == [(0, 20), (2, 40)]
 
 
 def test_broadcast_reaches_every_rank(group: WorkerGroup) -> None:
-    assert gather(group.broadcast(Worker.double, 1), timeout_s=240, doing="double") == [
+    assert wait_for(group.broadcast(Worker.double, 1), timeout_s=240, doing="double") == [
         (rank, 2) for rank in range(4)
     ]
 
@@ -95,7 +95,7 @@ def test_broadcast_reaches_every_rank(group: WorkerGroup) -> None:
 def test_gather_raises_the_error_of_any_rank_in_a_slice(group: WorkerGroup) -> None:
     """The error keeps its message, and its cause contains the worker's traceback."""
     with pytest.raises(ValueError) as raised:
-        gather(group.launch(Worker.fail_on_rank_3, [1, 2]), timeout_s=240, doing="fail")
+        wait_for(group.launch(Worker.fail_on_rank_3, [1, 2]), timeout_s=240, doing="fail")
     assert str(raised.value) == "rank 3 cannot"
     assert "fail_on_rank_3" in str(raised.value.__cause__)
 
@@ -108,7 +108,7 @@ def test_gather_timeout_error_names_the_log_of_the_rank_and_the_timeout_flag(
         WorkerError,
         match=r"1 of 4 .*sleep within 5 s.* host-3\.log.*--train\.step_timeout",
     ):
-        gather(calls, timeout_s=5, doing="sleep")
+        wait_for(calls, timeout_s=5, doing="sleep")
 
 
 def test_gather_names_the_dead_process_even_if_its_peer_failed_first(
@@ -117,4 +117,4 @@ def test_gather_names_the_dead_process_even_if_its_peer_failed_first(
     """This test must run last, because the dead process is not restarted."""
     calls = group.launch(Worker.die_on_rank_1, [1, 2])
     with pytest.raises(WorkerError, match=r"(?s)died .*about to meet.*host-1\.log"):
-        gather(calls, timeout_s=240, doing="meet")
+        wait_for(calls, timeout_s=240, doing="meet")

@@ -169,7 +169,7 @@ def test_payload_with_the_wrong_number_of_rows_raises_an_error_that_names_the_pa
 
 def test_gather_pads_multidimensional_entries() -> None:
     batch = pictured([1, 2], [0, 0])
-    block = batch.layout.gather(batch.experts)
+    block = batch.layout.pad(batch.experts)
     assert block.shape == (2, 2, 2, 2)
     assert block[0, 1].eq(0).all()
     assert torch.equal(block[1], batch.experts[1:])
@@ -221,18 +221,18 @@ def test_loss_mask_of_the_wrong_length_raises_an_error_even_if_the_totals_match(
 
 def test_padded_block_has_padding_on_the_right() -> None:
     layout = Layout.of(offsets_of([2, 3, 1]))
-    block = layout.gather(torch.tensor([1, 2, 3, 4, 5, 6]))
+    block = layout.pad(torch.tensor([1, 2, 3, 4, 5, 6]))
     assert block.tolist() == [[1, 2, 0], [3, 4, 5], [6, 0, 0]]
     assert layout.real.tolist() == [[True, True, False], [True] * 3, [True, False, False]]
 
 
 def test_gathered_mask_is_false_at_padding_even_if_the_first_token_is_true() -> None:
-    block = Layout.of(offsets_of([1, 2])).gather(torch.tensor([True, True, True]))
+    block = Layout.of(offsets_of([1, 2])).pad(torch.tensor([True, True, True]))
     assert block.tolist() == [[True, False], [True, True]]
 
 
 def test_gathered_numbers_are_zero_at_padding_even_if_the_first_token_is_nan() -> None:
-    block = Layout.of(offsets_of([1, 2])).gather(torch.tensor([float("nan"), 1.0, 2.0]))
+    block = Layout.of(offsets_of([1, 2])).pad(torch.tensor([float("nan"), 1.0, 2.0]))
     assert block[0, 1] == 0
 
 
@@ -244,7 +244,7 @@ def test_scatter_after_gather_restores_only_the_gathered_rows(
     rows = data.draw(st.lists(st.integers(0, len(lengths) - 1), unique=True, min_size=1))
     layout = Layout.of(batch.offsets, torch.tensor(rows))
     column = torch.full((batch.num_tokens,), -1.0)
-    layout.scatter(layout.gather(batch.rollout_logprobs), column)
+    layout.scatter(layout.pad(batch.rollout_logprobs), column)
     chosen = torch.isin(batch.row_of_token(), torch.tensor(rows))
     assert torch.equal(column[chosen], batch.rollout_logprobs[chosen])
     assert (column[~chosen] == -1).all()
@@ -252,7 +252,7 @@ def test_scatter_after_gather_restores_only_the_gathered_rows(
 
 def test_gather_passes_gradients_only_to_real_tokens() -> None:
     column = torch.tensor([1.0, 2.0, 3.0], requires_grad=True)
-    block = Layout.of(offsets_of([1, 2])).gather(column)
+    block = Layout.of(offsets_of([1, 2])).pad(column)
     (block * torch.tensor([[10.0, 100.0], [20.0, 30.0]])).sum().backward()
     assert column.grad is not None
     assert column.grad.tolist() == [10.0, 20.0, 30.0]

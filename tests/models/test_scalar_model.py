@@ -96,7 +96,7 @@ def test_scores_match_transformers_with_padding_on_either_side(side: str) -> Non
     model = scalar("qwen3")
     model.hf.config.pad_token_id = 0
     layout = Layout.of(offsets)
-    ids, mask = layout.gather(tokens), layout.real.long()
+    ids, mask = layout.pad(tokens), layout.real.long()
     if side == "left":
         for row, length in enumerate(LENGTHS):
             ids[row], mask[row] = ids[row].roll(-length), mask[row].roll(-length)

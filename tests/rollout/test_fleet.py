@@ -42,7 +42,7 @@ class Unstable(Fleet):
         )
         monkeypatch.setattr(module, "machines", self.machines)
         monkeypatch.setattr(module.ray, "kill", lambda _: None)
-        monkeypatch.setattr(module, "gather", lambda *_, **__: [])
+        monkeypatch.setattr(module, "wait_for", lambda *_, **__: [])
 
     def machines(self, on_gpus: bool, *, free: bool = False) -> list[Machine]:
         self.unanswered -= 1

@@ -297,7 +297,7 @@ def test_reward_that_float32_cannot_represent_fails_the_episode(by_model: float)
 
 @pytest.fixture(autouse=True)
 def _answers_are_there(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(stages, "gather", lambda calls, **_: calls)
+    monkeypatch.setattr(stages, "wait_for", lambda calls, **_: calls)
 
 
 class Workers:

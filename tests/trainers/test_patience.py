@@ -246,7 +246,7 @@ class OnPolicy:
 def at_once(monkeypatch: pytest.MonkeyPatch) -> None:
     """Make worker calls return their results directly when they are launched."""
     for module in ("checkpointing", "exporting"):
-        monkeypatch.setattr(f"openrlhf.trainers.{module}.gather", lambda launched, **_: launched)
+        monkeypatch.setattr(f"openrlhf.trainers.{module}.wait_for", lambda launched, **_: launched)
 
 
 # ---- supervised

@@ -17,7 +17,7 @@ import ray
 
 from openrlhf.cluster.placement import HostGroup
 from openrlhf.cluster.ray_cluster import machines
-from openrlhf.cluster.worker_group import HostHandles, WorkerError, WorkerGroup, gather
+from openrlhf.cluster.worker_group import HostHandles, WorkerError, WorkerGroup, wait_for
 from openrlhf.config.rollout import VLLMConfig
 from openrlhf.config.shared import DeepSpeedConfig
 from openrlhf.rollout.background import RolloutError
@@ -76,7 +76,7 @@ def stack(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Stack]:
     load = load_spec(
         path=str(folder / "policy"), param_dtype="fp32", attention="sdpa", packing=True, max_len=20
     )
-    gather(
+    wait_for(
         policy.create(Policy, role_settings(load, MicroBatchLimits(size=4))),
         timeout_s=300,
         doing="load the model",
@@ -101,7 +101,7 @@ def stack(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Stack]:
         fleet,
         transport="gloo",
         timeout_s=300,
-        gather=gather,
+        wait_for=wait_for,
         failures=(WorkerError, EngineError),
     )
     fleet.refit = publisher.refit
@@ -140,7 +140,7 @@ def test_engine_killed_during_publication_restarts_with_the_new_weights(stack: S
     while len(notes) < 2 and time.monotonic() < deadline:
         time.sleep(0.1)
     asked = member.call(RolloutEngine.generate, [5, 6], [SamplingParams(max_tokens=2)])
-    [[sample]] = gather([asked], timeout_s=60, doing="sample")
+    [[sample]] = wait_for([asked], timeout_s=60, doing="sample")
     assert sample.weight_versions == (3,)
     assert re.search(r"ngine 0 .*1 of 1.*vllm-0\.log", notes[0])
     assert re.search(r"ngine 0 .*[\d.]+ s", notes[1])
@@ -148,7 +148,7 @@ def test_engine_killed_during_publication_restarts_with_the_new_weights(stack: S
     with pytest.raises(RolloutError, match=r"engine 0 .*--vllm\.max_restarts 1"):
         stack.publisher.publish(4)
     listed = stack.policy.broadcast(PolicyWorker.weight_manifest, 5)
-    assert gather(listed, timeout_s=60, doing="list its weights")[0].version == 5
+    assert wait_for(listed, timeout_s=60, doing="list its weights")[0].version == 5
 
 
 def kill_soon(member: Member, pause_s: float) -> None:

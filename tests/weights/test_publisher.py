@@ -48,7 +48,7 @@ class Processes:
         self.arguments[name] = (args, kwargs)
         return name
 
-    def gather(
+    def wait_for(
         self, calls: Sequence[str], *, timeout_s: float, doing: str, flag: str = ""
     ) -> list[Any]:
         self.calls.append(f"wait: {doing}")
@@ -118,7 +118,7 @@ def new_run(*, engines: int = 2, transport: Transport = "gloo") -> Run:
         fleet,
         transport=transport,
         timeout_s=60.0,
-        gather=processes.gather,
+        wait_for=processes.wait_for,
         failures=(ProcessLost,),
     )
     return Run(processes, fleet, publisher)
