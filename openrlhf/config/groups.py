@@ -53,7 +53,7 @@ def _sizes_of_roles(config: RLFlags) -> dict[str, GroupConfig | RewardConfig]:
             roles["ref"] = config.ref
         if config.local_teacher:
             roles["teacher"] = config.ref
-        if config.estimator.needs_critic:
+        if config.estimator_traits.needs_critic:
             roles["critic"] = config.critic
     if config.reward.models:
         roles["reward"] = config.reward

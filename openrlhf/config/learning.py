@@ -231,7 +231,7 @@ class RLFlags(Root):
 
     def further_places(self) -> list[tuple[str, str, str]]:
         """Return the critic's output folder if the run writes it."""
-        exports = self.estimator.needs_critic and self.critic.save_value_network
+        exports = self.estimator_traits.needs_critic and self.critic.save_value_network
         if self.rollout.only or not exports:
             return []
         folder = f"{self.ckpt.output_dir}_critic"
@@ -260,7 +260,7 @@ class RLFlags(Root):
     @property
     def frozen_steps(self) -> int:
         """The number of steps that train only the critic; 0 without a critic or with −1."""
-        return max(0, self.critic.freezing_steps) if self.estimator.needs_critic else 0
+        return max(0, self.critic.freezing_steps) if self.estimator_traits.needs_critic else 0
 
     @property
     def has_reference(self) -> bool:
@@ -307,12 +307,12 @@ class RLFlags(Root):
         return self.ds.data_slices(self.actor_ranks)
 
     @property
-    def estimator(self) -> choices.EstimatorTraits:
+    def estimator_traits(self) -> choices.EstimatorTraits:
         """Traits of the advantage estimator."""
         return self.algo.advantage.traits
 
     @property
-    def policy_loss(self) -> choices.LossTraits:
+    def policy_loss_traits(self) -> choices.LossTraits:
         """Traits of the policy loss."""
         return choices.POLICY_LOSSES[self.actor.policy_loss_type]
 
@@ -333,7 +333,7 @@ class RLFlags(Root):
             yield from self._unused_without_training()
         if self.rollout.replay_dir:
             yield from self._unused_in_replay()
-        if self.policy_loss.rollout_ratio:
+        if self.policy_loss_traits.rollout_ratio:
             flags = [f"algo.advantage.{name}" for name in CORRECTION_DETAILS]
             yield Unused(flags, f"with --actor.policy_loss_type {self.actor.policy_loss_type}")
         yield from self._unused_by_models()
@@ -383,7 +383,7 @@ class RLFlags(Root):
         yield Unused(names, "with --rollout.replay_dir")
 
     def _unused_by_models(self) -> Iterator[Unused]:
-        critic, models = self.estimator.needs_critic, self.reward.models
+        critic, models = self.estimator_traits.needs_critic, self.reward.models
         shared_by_critic = "train.colocate_critic_reward"
         yield from unused_without({CRITIC: critic}, "critic", "placement.critic", shared_by_critic)
         yield from unused_without(

@@ -30,11 +30,11 @@ def learning_values(config: RLFlags) -> dict[str, Any]:
     """Return derived settings of rewards, critic and losses, keyed by flag path."""
     values = config.unless_given(clip_values(config))
     values["critic.model_name_or_path"] = None
-    if config.estimator.needs_critic:
+    if config.estimator_traits.needs_critic:
         sources = [config.critic.model_name_or_path, *config.reward.scalars]
         source = next(filter(None, sources), config.actor.model_name_or_path)
         values["critic.model_name_or_path"] = source
-    if config.estimator.per_episode:
+    if config.estimator_traits.per_episode:
         values["algo.advantage.gamma"] = 1.0
     if config.train.agent_func_path:
         values["reward.remote_url"] = None
@@ -46,7 +46,7 @@ def learning_values(config: RLFlags) -> dict[str, Any]:
 
 def clip_values(config: RLFlags) -> dict[str, Any]:
     """Return the policy loss's default clip range and aggregation, keyed by flag path."""
-    loss, eps_clip = config.policy_loss, config.actor.eps_clip
+    loss, eps_clip = config.policy_loss_traits, config.actor.eps_clip
     clip = (eps_clip, eps_clip)
     if loss.clip and "actor.eps_clip" not in config.given:
         clip = loss.clip

@@ -53,7 +53,7 @@ def optimizer_notices(config: RLFlags) -> Iterator[str]:
     if config.rollout.only:
         return
     yield from muon_notices(config.actor, config.given, "actor.")
-    if config.estimator.needs_critic:
+    if config.estimator_traits.needs_critic:
         yield from muon_notices(config.critic, config.given, "critic.")
 
 
@@ -70,7 +70,7 @@ def loss_notices(config: RLFlags) -> Iterator[str]:
         )
     advantage = config.algo.advantage
     clips_mean = advantage.is_correction_level == "seq" and advantage.is_correction_mode == "clip"
-    if clips_mean and not config.policy_loss.rollout_ratio:
+    if clips_mean and not config.policy_loss_traits.rollout_ratio:
         yield (
             "<algo.advantage.is_correction_mode> with <algo.advantage.is_correction_level> weights "
             "every token of an answer by the geometric mean of its ratios, which is not an "
@@ -109,7 +109,7 @@ def kl_notices(config: RLFlags) -> Iterator[str]:
 def reward_notices(config: RLFlags) -> Iterator[str]:
     """Yield notices about unusual reward settings."""
     rewarded = sampling_rules.is_rewarded(config.reward, config.train.agent_func_path)
-    if config.algo.distill.teacher and config.estimator.needs_critic and not rewarded:
+    if config.algo.distill.teacher and config.estimator_traits.needs_critic and not rewarded:
         yield (
             "--algo.distill.teacher is the only training signal, so the critic has no rewards to "
             "predict: use --algo.advantage.estimator reinforce."

@@ -62,14 +62,14 @@ def reward_violations(config: RLFlags) -> Iterator[str]:
 
 def estimator_violations(config: RLFlags) -> Iterator[str]:
     """Yield a violation if the estimator compares samples but there is only one."""
-    if config.estimator.per_batch and config.samples == 1:
+    if config.estimator_traits.per_batch and config.samples == 1:
         yield (
             "<algo.advantage.estimator> compares the samples of a batch, but <rollout.batch_size> "
             "x <rollout.n_samples_per_prompt> is 1: raise --rollout.batch_size."
         )
     if config.rollout.n_samples_per_prompt != 1:
         return
-    if config.estimator.per_group:
+    if config.estimator_traits.per_group:
         yield (
             "<algo.advantage.estimator> compares the samples of a prompt, but "
             "--rollout.n_samples_per_prompt is 1. Set it to 2 or more, or use reinforce."
@@ -122,7 +122,7 @@ def range_violations(config: RLFlags) -> Iterator[str]:
 def correction_violations(config: RLFlags) -> Iterator[str]:
     """Yield violations of the rules for the correction of engine-trainer differences."""
     advantage = config.algo.advantage
-    if not advantage.corrects or config.policy_loss.rollout_ratio:
+    if not advantage.corrects or config.policy_loss_traits.rollout_ratio:
         return
     if advantage.is_correction_gating == "ratio":
         return
@@ -264,7 +264,7 @@ def _used_groups(config: RLFlags) -> dict[str, GroupConfig | RewardConfig]:
     used: dict[str, GroupConfig | RewardConfig] = {"actor": config.actor}
     if config.has_frozen_policy:
         used["ref"] = config.ref
-    if config.estimator.needs_critic:
+    if config.estimator_traits.needs_critic:
         used["critic"] = config.critic
     if config.reward.models:
         used["reward"] = config.reward
@@ -284,7 +284,7 @@ def _training_violations(config: RLFlags) -> Iterator[str]:
     if config.rollout.only:
         return
     trained: dict[str, ActorConfig | CriticConfig] = {"actor": config.actor}
-    if config.estimator.needs_critic:
+    if config.estimator_traits.needs_critic:
         trained["critic"] = config.critic
     for role, model in trained.items():
         yield from training_rules.optimizer_violations(model, config.ds, f"{role}.")

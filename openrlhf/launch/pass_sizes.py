@@ -50,6 +50,6 @@ def check_pass_sizes(config: PPOConfig, longest_prompt: int, *, on_gpus: bool) -
 
 def scores_samples(config: PPOConfig) -> bool:
     """Return whether the run scores samples in forward passes without gradients."""
-    if config.has_frozen_policy or config.estimator.needs_critic or config.reward.models:
+    if config.has_frozen_policy or config.estimator_traits.needs_critic or config.reward.models:
         return True
     return needs_old_logprobs(config)

@@ -205,7 +205,7 @@ def inference_sampling(config: BatchInferenceConfig) -> SamplingSpec:
 def state_layouts(config: PPOConfig) -> dict[str, StateLayout]:
     """Return the state layout of each trained model, keyed by checkpoint part."""
     roles: dict[str, ActorConfig | CriticConfig] = {"_actor": config.actor}
-    if config.estimator.needs_critic:
+    if config.estimator_traits.needs_critic:
         roles["_critic"] = config.critic
     layouts: dict[str, StateLayout] = {}
     for part, role in roles.items():

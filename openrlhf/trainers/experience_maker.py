@@ -91,7 +91,7 @@ class ExperienceMaker:
         start to the end of its stage. Columns that are not computed have no metric.
         """
         timing: dict[str, Metric] = {}
-        needs_groups = self.config.estimator.per_group
+        needs_groups = self.config.estimator_traits.per_group
         places = trainable(trajectories, needs_groups=needs_groups)
         scored = EpisodeRows([trajectories[place] for place in places])
         if places:

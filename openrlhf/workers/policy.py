@@ -23,7 +23,6 @@ from openrlhf.algorithms.policy_losses import POLICY_LOSSES, Clip, aggregation_w
 from openrlhf.algorithms.supervised_losses import token_nll
 from openrlhf.algorithms.tensors import bounded_exp, log_ratio, masked_sum
 from openrlhf.config.algorithm import AdvantageConfig
-from openrlhf.config.choices import POLICY_LOSSES as LOSS_TRAITS
 from openrlhf.config.learning import ActorConfig
 from openrlhf.config.shared import LoraConfig
 from openrlhf.core.batches import Experience, TokenRows
@@ -224,7 +223,7 @@ class PolicyWorker(TrainedWorker[PolicyUpdate]):
         assert micro.advantages is not None and micro.rollout_logprobs is not None
         rollout = layout.pad(micro.rollout_logprobs)
         correction, base = self.correction, old
-        if correction and LOSS_TRAITS[self.actor.policy_loss_type].rollout_ratio:
+        if correction and self.config.policy_loss_traits.rollout_ratio:
             correction, base = None, rollout
         surrogate = POLICY_LOSSES[self.actor.policy_loss_type](
             logprobs, base, layout.pad(micro.advantages), mask, self.clip

@@ -238,7 +238,7 @@ def given_to_all(config: Any) -> Iterator[Any]:
         yield correction_of(config.algo.advantage)
         yield clip_of(config.actor)
         yield settings.optimizer_steps(config, 5000, after=config.frozen_steps)
-        if config.estimator.needs_critic:
+        if config.estimator_traits.needs_critic:
             yield training_config(config.ds, max_norm=config.critic.max_norm, ranks=2)
 
 

@@ -40,7 +40,7 @@ def test_names_and_traits_registered_by_a_plugin_are_used(plugin: Path) -> None:
     assert "--algo.advantage.estimator mine compares the samples of a prompt" in sentence
     config = ppo(f"{line} --rollout.n_samples_per_prompt 2")
     assert config.plugin == (str(plugin),)
-    assert config.estimator.per_group
+    assert config.estimator_traits.per_group
     assert config.algo.loss.aggregation == "sequence"
 
 
@@ -128,7 +128,7 @@ more += sys.argv[2]
 assert "my_estimator compares the samples of a prompt" in sentence, sentence
 config = ppo(line + "my_loss --rollout.n_samples_per_prompt 2" + more)
 assert config.algo.loss.aggregation == "sequence"
-assert config.estimator.per_group and not config.estimator.needs_critic
+assert config.estimator_traits.per_group and not config.estimator_traits.needs_critic
 assert (config.algo.kl.estimator, config.actor.eps_clip_low_high) == ("my_kl", (0.2, 0.2))
 advantage = config.algo.advantage
 found = (advantage.is_correction_level, advantage.is_correction_mode)
@@ -210,7 +210,7 @@ def installed(plugin: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
 def test_entry_points_of_installed_packages_are_loaded_without_a_flag() -> None:
     for _ in range(2):
         config = ppo("--algo.advantage.estimator mine --rollout.n_samples_per_prompt 2")
-        assert config.estimator.per_group and config.plugin == ()
+        assert config.estimator_traits.per_group and config.plugin == ()
 
 
 def test_error_names_the_package_of_a_failed_plugin_on_every_attempt(installed: Path) -> None:
