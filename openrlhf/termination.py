@@ -1,6 +1,6 @@
 """Orderly exit on SIGTERM (status 143) and Ctrl-C (status 130).
 
-The process stops only when its state is consistent, after all open `whole` blocks.
+The process stops only when its state is consistent, after all open `deferred` blocks.
 """
 
 import os
@@ -20,7 +20,7 @@ HOLD_SIGNAL = signal.SIGURG  # sent by `hold_main_thread`; ignored by default
 
 class _State:
     status = 0  # exit status of a requested exit; 0 if no exit was requested
-    wholes = 0  # number of open `whole` blocks
+    open_deferrals = 0  # number of open `deferred` blocks
     held = False  # True once `hold_main_thread` has been called
 
 
@@ -52,13 +52,14 @@ def ctrl_c_raises() -> Iterator[None]:
 
 
 @contextmanager
-def in_order() -> Iterator[None]:
-    """Raise SystemExit on SIGTERM and Ctrl-C until the block exits; `whole` blocks defer the exit.
+def exit_on_signals() -> Iterator[None]:
+    """Raise SystemExit on SIGTERM and Ctrl-C until the block exits.
 
-    A Ctrl-C after the first signal raises KeyboardInterrupt at once. Further SIGTERMs are ignored,
-    even after the block. Signals that the shell has set to be ignored stay ignored. If the main
-    thread is held, it only records the request (see `asked`), and another thread exits the process.
-    Outside the main thread, this context manager does nothing.
+    `deferred` blocks delay the exit. A Ctrl-C after the first signal raises KeyboardInterrupt at
+    once. Further SIGTERMs are ignored, even after the block. Signals that the shell has set to be
+    ignored stay ignored. After `hold_main_thread`, the handler only records the request (see
+    `asked`); the thread that called `hold_main_thread` ends the process. Outside the main thread,
+    this context manager does nothing.
 
     Ray's own SIGTERM handler would first print a stack trace.
     """
@@ -81,7 +82,7 @@ def in_order() -> Iterator[None]:
         else:
             signal.signal(signal.SIGINT, signal.SIG_IGN)
         _write_on_rank_0(STOPPING)
-        if not _State.wholes:
+        if not _State.open_deferrals:
             raise SystemExit(_State.status)
 
     for number in ENDINGS:
@@ -110,14 +111,14 @@ def _wait_if_held(*_: object) -> None:
 
 
 @contextmanager
-def whole() -> Iterator[None]:
+def deferred() -> Iterator[None]:
     """Delay termination until the block has finished."""
-    _State.wholes += 1
+    _State.open_deferrals += 1
     try:
         yield
     finally:
-        _State.wholes -= 1
-    if _State.status and not _State.wholes:
+        _State.open_deferrals -= 1
+    if _State.status and not _State.open_deferrals:
         raise SystemExit(_State.status)
 
 

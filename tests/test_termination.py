@@ -16,8 +16,8 @@ from openrlhf import termination
 if sys.argv[1] == "ignored":
     signal.signal(signal.SIGINT, signal.SIG_IGN)
 try:
-    with termination.in_order():
-        with termination.whole():
+    with termination.exit_on_signals():
+        with termination.deferred():
             print("up", flush=True)
             if sys.stdin.readline() == "done\\n":
                 print("finished", flush=True)
@@ -73,7 +73,7 @@ def end():
     print("ended", flush=True)
     os._exit(7)
 
-with termination.in_order():
+with termination.exit_on_signals():
     threading.Thread(target=end).start()
     while True:
         print("works", flush=True)
@@ -101,7 +101,7 @@ def end():
     print(held, termination.asked(), flush=True)
     os._exit(7)
 
-with termination.in_order():
+with termination.exit_on_signals():
     threading.Thread(target=end).start()
     while True:
         time.sleep(0.1)

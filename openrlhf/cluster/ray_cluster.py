@@ -77,7 +77,7 @@ def ray_cluster(plan: Placement, on_loss: Callable[[LostRay], None]) -> Iterator
     small for the plan.
     """
     was_connected = ray.is_initialized()
-    with termination.in_order():
+    with termination.exit_on_signals():
         session: str | None = None
         if join_ray() is None:
             session = _start_ray(plan)
@@ -140,7 +140,7 @@ def join_ray() -> int | None:
             return None
         try:
             # Do not use address="auto", which would also join another run's cluster.
-            with termination.in_order():
+            with termination.exit_on_signals():
                 _init_ray(**QUIET)
         except (OSError, ValueError, AuthenticationError) as error:
             raise PlacementError(

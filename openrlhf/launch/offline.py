@@ -41,7 +41,7 @@ from openrlhf.observability.recorder import Recorder
 from openrlhf.planning import table
 from openrlhf.planning.plan import Plan as MemoryPlan
 from openrlhf.reporting import is_first, say
-from openrlhf.termination import in_order
+from openrlhf.termination import exit_on_signals
 from openrlhf.trainers.supervised import SupervisedTrainer, layout_of
 from openrlhf.trainers.tasks import Config, Micro, OfflineTask, Row, Rows, load_spec
 from openrlhf.training.averaging import WeightAverage
@@ -67,7 +67,7 @@ class Plan:
     memory: MemoryPlan | None  # None if the model or the devices are not known
 
 
-@in_order()
+@exit_on_signals()
 def run_offline(task: OfflineTask[Config, Row, Micro]) -> None:
     """Train a task, or print its plan for --dry_run.
 

@@ -38,7 +38,7 @@ from openrlhf.locks import locked
 from openrlhf.masking import hide, without_secrets
 from openrlhf.observability.run_folder import set_aside
 from openrlhf.reporting import alert, say
-from openrlhf.termination import asked, in_order
+from openrlhf.termination import asked, exit_on_signals
 
 # Flags for output paths, which the pipeline sets relative to the stage's folder.
 # An empty value means the path of the result.
@@ -59,7 +59,7 @@ def run_pipeline(config: PipelineConfig) -> None:
 
     Raises ConfigError, or SystemExit with the exit status of a failed stage.
     """
-    with in_order():
+    with exit_on_signals():
         file = Path(config.file)
         pipeline = Pipeline(
             file=file,

@@ -63,7 +63,7 @@ class PPOTrainer:
         self.begin()
         with self.saving_last_step():
             for trajectories in self.rollouts():  # τ ~ π_rollout
-                with termination.whole():
+                with termination.deferred():
                     batch = self.annotate(trajectories)  # R, log π_old, log π_ref, V
                     if batch.is_filtered:
                         continue
@@ -188,13 +188,13 @@ class PPOTrainer:
         trajectories = self.evaluation.sample(self.step)
         if trajectories is None:
             return
-        with termination.whole():
+        with termination.deferred():
             if self.evaluation.judge(self.step, trajectories):
                 self.checkpointing.save(self.step, best=True)
 
     def save(self) -> None:
         """Write a checkpoint. Termination is delayed until the checkpoint is complete."""
-        with termination.whole():
+        with termination.deferred():
             self.checkpointing.save(self.step)
 
     def finish(self) -> None:

@@ -74,7 +74,7 @@ class SupervisedTrainer(Generic[Row, Micro]):
         """Train until the steps run out or --eval.patience ends the run, then export the model."""
         if self.recorder:
             self.recorder.display.begin(self.total_steps, done=self.step)
-        with termination.whole():  # all ranks terminate together, after a step or the export
+        with termination.deferred():  # all ranks terminate together, after a step or the export
             if self.step > self.best.evaluated_at and self.step > 0 and self.evaluation_is_due:
                 self.evaluate()  # resumed from a step that was not evaluated yet
             for window in self.windows():

@@ -13,7 +13,7 @@ from openrlhf.config.supervised import SFTDataConfig
 from openrlhf.data import rows
 from openrlhf.data.sft import SFTDataset
 from openrlhf.data.templates import Passage
-from openrlhf.termination import in_order
+from openrlhf.termination import exit_on_signals
 from tests.data.small import build_tokenizer
 
 
@@ -30,7 +30,7 @@ def tokenize_slowly(count: int) -> None:
     """
     rows.MANY_ROWS = 1000
     rows.usable_cores = lambda: 2
-    with plain_ends(), in_order():
+    with plain_ends(), exit_on_signals():
         table = Dataset.from_list(
             [{"input": "a", "output": str(number)} for number in range(count)]
         )

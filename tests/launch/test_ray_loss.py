@@ -24,7 +24,7 @@ def close():
     os.kill(os.getpid(), int(sys.argv[1]))
     time.sleep(0.5)
 
-with termination.in_order(), loss.closing(close):
+with termination.exit_on_signals(), loss.closing(close):
     threading.Thread(target=loss, args=(LostRay("raylet", own=False),)).start()
     while True:
         time.sleep(0.1)

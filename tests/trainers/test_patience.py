@@ -332,7 +332,7 @@ def test_supervised_run_terminated_during_its_export_finishes_the_export(
 ) -> None:
     class Exporting(Supervised):
         def export(self, path: str, *, final: bool = True) -> None:
-            assert termination._State.wholes  # SIGTERM does not interrupt the export
+            assert termination._State.open_deferrals  # SIGTERM does not interrupt the export
             monkeypatch.setattr(termination._State, "status", 143)
             super().export(path, final=final)
 
