@@ -19,12 +19,9 @@ class NothingLearned(UserError, RuntimeError):
 
 @dataclass(kw_only=True)
 class Outcome:
-    """Counts of a run's episodes since the run started or resumed.
+    """Counts of a run's episodes since the run started or resumed."""
 
-    `keep` is the run's dynamic filter.
-    """
-
-    keep: DynamicFilter | None
+    dynamic_filter: DynamicFilter | None
     updates: int = 0  # number of batches that were trained on
     episodes: int = 0
     unused: Counter[str] = field(default_factory=Counter[str])  # number of episodes by reason
@@ -54,15 +51,16 @@ class Outcome:
     @property
     def rejections(self) -> str:
         """A sentence about the prompts rejected by the dynamic filter, or an empty string."""
-        if not self.keep or not self.rejected:
+        dynamic_filter = self.dynamic_filter
+        if not dynamic_filter or not self.rejected:
             return ""
         means = [fmean(scores) for scores in self.rejected.values() if scores]
         seen = ""
         if means:
             seen = f" ({min(means):.4g} to {max(means):.4g})"
         return (
-            f" --algo.dynamic_filtering_range {self.keep.low:g} {self.keep.high:g} rejected "
-            f"{len(self.rejected)} prompts because of their mean scores{seen}."
+            f" --algo.dynamic_filtering_range {dynamic_filter.low:g} {dynamic_filter.high:g} "
+            f"rejected {len(self.rejected)} prompts because of their mean scores{seen}."
         )
 
     def check(self) -> None:

@@ -56,7 +56,7 @@ class PPOTrainer:
     stopped: bool = field(default=False, init=False)  # True if --algo.kl.stop_run ended the run
 
     def __post_init__(self) -> None:
-        self.outcome = Outcome(keep=self.source.keep)
+        self.outcome = Outcome(dynamic_filter=self.source.dynamic_filter)
 
     def fit(self) -> None:
         """Train until the prompts or --eval.patience run out, then export the models."""
@@ -300,6 +300,6 @@ def assemble(
 def step_metrics(source: Source, batch: StepBatch) -> dict[str, Metric]:
     """Return a step's metrics for rollout, generation cost and dynamic filtering."""
     metrics = rollout_metrics(batch.trajectories, batch.kept) | source.metrics() | batch.timing
-    if source.keep:
+    if source.dynamic_filter:
         metrics["train/dynamic_filtering_pass_rate"] = pass_rate(batch.trajectories)
     return metrics

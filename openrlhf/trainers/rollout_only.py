@@ -25,7 +25,7 @@ class RolloutOnly:
     def fit(self) -> None:
         """Process all prompts. Raises RewardErrors if too many episodes of a step have failed."""
         self.recorder.display.begin(self.source.total_steps)
-        outcome = Outcome(keep=self.source.keep)
+        outcome = Outcome(dynamic_filter=self.source.dynamic_filter)
         began = time.perf_counter()
         for trajectories in self.source:
             batch = self.maker.annotate(trajectories)

@@ -35,7 +35,7 @@ READ_TOGETHER = 64  # number of prompts that the data loader reads at a time
 class Source(ABC):
     """The training loop's only interface to generation: remaining batches and prompt progress.
 
-    `score_group` adds the scores needed by the filter `keep`. `errors` limits how many episodes may
+    `score_group` adds the scores that `dynamic_filter` needs. `errors` limits how many episodes may
     fail. `consumed` is the number of prompts used over all epochs, which is saved in checkpoints.
     `total_steps` is the planned number of steps; filtering may use up the prompts earlier.
     """
@@ -52,9 +52,9 @@ class Source(ABC):
     def __post_init__(self) -> None:
         algo = self.config.algo
         self.train = self.config.train
-        self.keep: DynamicFilter | None = None
+        self.dynamic_filter: DynamicFilter | None = None
         if algo.dynamic_filtering_enable:
-            self.keep = DynamicFilter(*algo.dynamic_filtering_range)
+            self.dynamic_filter = DynamicFilter(*algo.dynamic_filtering_range)
         self.errors = ErrorBudget(self.config.reward)
         self.total_steps = len(self.config.step_sizes(len(self.prompts)))
         self.step = 0  # number of steps yielded
@@ -128,9 +128,9 @@ class Source(ABC):
     async def score_and_filter(self, group: Group) -> Group:
         """Return the group with the scores needed by the filter, marked as filtered if rejected."""
         group = await self.score_group(group)
-        if self.keep is None:
+        if self.dynamic_filter is None:
             return group
-        return self.keep.marked(group)
+        return self.dynamic_filter.marked(group)
 
     def metrics(self) -> dict[str, Metric]:
         """Return the cost of generation since the last call."""
@@ -199,7 +199,8 @@ class SyncSource(Source):
         its cancelled prompts would be missing from the epoch.
         """
         request = Request(spec=self.spec, step=self.step + 1, on_group=self.score_and_filter)
-        may_end_early = self.keep is not None or self.at_once == self.batch_size
+        dynamic_filter = self.dynamic_filter
+        may_end_early = dynamic_filter is not None or self.at_once == self.batch_size
         groups: list[Group] = []
         failed = 0
         samples = 0
@@ -214,10 +215,10 @@ class SyncSource(Source):
             if may_end_early and lost:
                 break
         groups.sort(key=lambda group: group[0].prompt.index)
-        if self.keep and groups and not _kept(groups) and not lost:
+        if dynamic_filter and groups and not _kept(groups) and not lost:
             warn(
                 f"The last {len(groups)} prompts of an epoch were all rejected: none has a mean "
-                f"score between {self.keep.low:g} and {self.keep.high:g} "
+                f"score between {dynamic_filter.low:g} and {dynamic_filter.high:g} "
                 "(--algo.dynamic_filtering_range)."
             )
         return groups
