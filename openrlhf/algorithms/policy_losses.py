@@ -86,13 +86,15 @@ def _surrogate(
     """Compute PPO's pessimistic surrogate for a given ratio."""
     advantages = advantages.masked_fill(~mask, 0)
     unclipped = rho * advantages
-    clipped = rho.clamp(1 - clip.low, 1 + clip.high) * advantages
-    objective = torch.minimum(unclipped, clipped)
+    clipped_objective = rho.clamp(1 - clip.low, 1 + clip.high) * advantages
+    objective = torch.minimum(unclipped, clipped_objective)
     if clip.dual is not None:
         bounded = torch.maximum(objective, clip.dual * advantages)
         objective = torch.where(advantages < 0, bounded, objective)
     return PolicyLoss(
-        per_token=-objective, clipped=(clipped < unclipped).detach(), approx_kl=-log_rho.detach()
+        per_token=-objective,
+        clipped=(clipped_objective < unclipped).detach(),
+        approx_kl=-log_rho.detach(),
     )
 
 
