@@ -40,7 +40,10 @@ class WorkerError(UserError, RuntimeError):
 
 @dataclass(frozen=True)
 class Call:
-    """A pending call to one or more processes. Only the first process's result is used."""
+    """A pending call to one process, or to all ranks of a data slice.
+
+    Only the first rank's result is returned.
+    """
 
     references: tuple[Any, ...]  # Ray's reference to each process's result
     logs: tuple[str, ...]  # log file of each process

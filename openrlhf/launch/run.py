@@ -262,7 +262,11 @@ class Run:
     def _make_source(
         self, generator: Generator, rewards: Stage, columns: Sequence[Stage]
     ) -> Source:
-        """Return the episode source, which also runs the stages that can start early."""
+        """Return the episode source.
+
+        The source also runs the stages that can run on one prompt's samples, before the batch is
+        complete.
+        """
         config = self.config
         early: list[Stage] = []
         if rewards_come_early(config):

@@ -51,7 +51,7 @@ class Decoded:
         return places[torch.isin(places, self.places)]
 
     def at(self, held: Int[Tensor, " k"]) -> Float[Tensor, "k H"]:
-        """Return the states at `places`, all of which must be on this rank."""
+        """Return the states at the positions `held`, all of which must be on this rank."""
         if self.places is None:
             return self.states[held]
         return self.states[torch.searchsorted(self.places, held)]

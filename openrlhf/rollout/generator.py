@@ -212,7 +212,7 @@ class RolloutGenerator:
         Closing the stream cancels the running samples. If an engine fails, its error is raised.
         """
         waiting = iter(prompts)
-        missing = groups  # number of prompts left to start if no running group is filtered
+        missing = groups  # number of prompts still to start; a filtered group adds one
         under_way: set[asyncio.Task[Group]] = set()
 
         def start(count: int) -> int:

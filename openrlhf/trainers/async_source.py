@@ -27,7 +27,9 @@ class Started(Held):
     prompt: Prompt
     group: Group = field(default_factory=list[Trajectory])
     failed: int = 0  # number of failed samples in the group
-    unpublished: int = 0  # number of steps without a publication since the prompt started
+    # Version increments since the start that changed no weights (steps that published nothing).
+    # They do not count as age.
+    unpublished: int = 0
 
     def finish(self, group: Group) -> None:
         """Store the finished samples, keeping only what training needs."""

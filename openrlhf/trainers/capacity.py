@@ -47,11 +47,11 @@ class Capacity:
         """Return the indices into `held` of the next step's prompts, or None if the step has to
         wait.
 
-        The step trains the weights of version `version` on the oldest finished prompts. A step
-        waits for unfinished older prompts that would otherwise become too old. After each step, all
-        remaining prompts must still be young enough for the later steps, which train on them in
-        order. A rejected prompt belongs to the same step as the prompt before it. If `last` is
-        true, no more prompts will start, so the step may be smaller.
+        The step trains the weights of version `version` on the oldest finished prompts. The
+        remaining prompts follow in order: the prompt at place p among them trains the weights of
+        version `version` + 1 + p // `batch`. If a remaining prompt would then be too old, the step
+        waits for the unfinished prompts. A rejected prompt belongs to the same step as the prompt
+        before it. If `last` is true, no more prompts will start, so the step may be smaller.
         """
         kept: list[int] = []
         left: list[Held] = []  # prompts for later steps

@@ -94,7 +94,9 @@ class Checkpointing:
         """With --eval.patience, load the weights of the best evaluation."""
         checkpoint = self.best.to_export(step, self.manager, self.recorder.display.note)
         if checkpoint:
-            self.saved = step  # prevents saving: the models no longer hold this step's weights
+            # From here on, no checkpoint may be written: the models hold the best weights, not
+            # those of this step. `saved` stops `saving_last_step` from writing one.
+            self.saved = step
             self._have_models(TrainedWorker.load_checkpoint, checkpoint, "load the best weights")
 
     def _have_models(

@@ -71,9 +71,9 @@ def trainable(trajectories: Sequence[Trajectory], *, needs_groups: bool) -> list
 class ExperienceMaker:
     """Adds model-computed columns to a batch and assigns credit to its tokens.
 
-    The `stages` compute the columns needed by the update, without the model rewards if the
-    episodes' source has already added these rewards. `kl` holds the KL coefficient, which is fixed
-    or adapts to a target.
+    The `stages` compute the columns needed by the update. With early rewards
+    (`rewards_come_early`), they include no `RewardStage`: the episodes' source has already run it.
+    `kl` holds the KL coefficient, which is fixed or adapts to a target.
     """
 
     config: RLFlags
@@ -111,9 +111,10 @@ class ExperienceMaker:
     def credit(self, experience: Experience) -> tuple[Experience, dict[str, Metric]]:
         """Return the rows to train on with r_t, Â_t and Ĝ_t, and the metrics of the batch.
 
-        With --algo.loss.mask_truncated, truncated samples count in the metrics and in their
-        prompts' baselines, but are removed from the rows, so they enter neither the numerator nor
-        the denominator of any loss.  DAPO, section 3.4, arXiv:2503.14476 (overlong filtering)
+        With --algo.loss.mask_truncated, truncated samples count in the metrics, in their prompts'
+        baselines and in whitening, but are removed from the rows, so they enter neither the
+        numerator nor the denominator of any loss.  DAPO, section 3.4, arXiv:2503.14476 (overlong
+        filtering)
         """
         algo = self.config.algo
         advantage = algo.advantage

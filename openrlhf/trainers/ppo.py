@@ -220,9 +220,8 @@ class PPOTrainer:
     def saving_last_step(self) -> Iterator[None]:
         """Save the last finished step if the block is terminated or fails.
 
-        Two failures are handled: the loss of all engines, and an evaluation with too many failed
-        episodes. If checkpoints are disabled and an evaluation fails, the model is exported
-        instead.
+        Handles termination, the loss of all engines and too many failed episodes. If checkpoints
+        are disabled and an evaluation fails, the model is exported instead.
         """
         try:
             yield

@@ -179,7 +179,7 @@ class SyncSource(Source):
                 waiting += self._generate(prompts)
             if not waiting:
                 return
-            # A step ends just before the first kept group that exceeds the batch size.
+            # A step ends just before the first kept group that no longer fits.
             too_many = _kept(waiting)[self.batch_size :]
             end = too_many[0] if too_many else len(waiting)
             step = waiting[:end]

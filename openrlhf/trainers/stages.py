@@ -79,7 +79,7 @@ class EpisodeRows:
         return done
 
 
-# Waits for a result with a timeout in seconds; returns the episodes and rows with the result added.
+# Waits (at most the given seconds) for a stage's result; returns the batch with the result added.
 Add = Callable[[EpisodeRows, float], EpisodeRows]
 
 
@@ -105,8 +105,9 @@ class Stage(Protocol):
 def run_stages(
     batch: EpisodeRows, stages: Sequence[Stage], timeout_s: float
 ) -> tuple[EpisodeRows, dict[str, Metric]]:
-    """Run the stages in parallel and add their results. Skip columns that already exist.
+    """Launch all stages, then collect their results in order.
 
+    A stage whose column is already present (asynchronous runs) is not launched.
     Each timing metric is the number of seconds until its stage's result arrives.
     """
     start = time.perf_counter()

@@ -40,7 +40,10 @@ def exported_parameters(
 
 
 def exported_bytes(engine: TrainEngine) -> int:
-    """Return the size of an export in bytes, with a float32 EMA counted in the weights' dtype."""
+    """Return the size of an export in bytes.
+
+    An export of the EMA is larger, because it is float32; this estimate ignores the difference.
+    """
     weights = sum(math.prod(tensor.shape) for tensor in _exported_tensors(engine))
     return weights * engine.hf.dtype.itemsize
 
