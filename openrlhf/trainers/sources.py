@@ -111,9 +111,9 @@ class Source(ABC):
             collate_fn=list,
             num_workers=self.config.data.dataloader_num_workers,
         )
-        # Counts the yielded prompts, not the prompts prefetched by the loader.
-        for self._drawn, prompt in enumerate(chain.from_iterable(loader), drawn + 1):
-            yield replace(prompt, index=self._drawn - 1)
+        for index, prompt in enumerate(chain.from_iterable(loader), drawn):
+            self._drawn = index + 1  # counts the yielded prompts, not those the loader prefetched
+            yield replace(prompt, index=index)
 
     def prompt(self, number: int) -> Prompt:
         """Return the prompt to draw after `number` prompts have been drawn."""
