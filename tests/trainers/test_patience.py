@@ -148,7 +148,7 @@ class Supervised(SupervisedTrainer[int, Any]):
 class Prompts:
     """A source that yields one batch per step."""
 
-    total_steps, epoch, keep = STEPS, 0, None
+    total_steps, epoch, dynamic_filter = STEPS, 0, None
     consumed = 0
     errors = ErrorBudget(RewardConfig(on_error="drop"))
 

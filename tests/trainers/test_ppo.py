@@ -125,7 +125,7 @@ def test_every_sampled_episode_is_counted_in_exactly_one_metric(
 class Steps:
     """A source of predefined steps that has drawn its last prompt when it yields the last step."""
 
-    keep = DynamicFilter(low=0.0, high=1.0)
+    dynamic_filter = DynamicFilter(low=0.0, high=1.0)
     errors = ErrorBudget(RewardConfig(on_error="drop"))
     epoch, consumed, total_steps = 0, 0, 4
 
