@@ -21,7 +21,7 @@ TERMINATION_CHECK_S = 0.2  # seconds between termination checks while a publicat
 
 
 @dataclass(kw_only=True)
-class Started(Held):
+class PromptInFlight(Held):
     """A prompt whose generation has started, with its samples once they have finished."""
 
     prompt: Prompt
@@ -65,7 +65,8 @@ class AsyncSource(Source):
         )
         self.total_prompts = len(self.prompts) * self.train.num_episodes
         self.version = 0  # version of the engines' weights
-        self.held: list[Started] = []
+        self.held: list[PromptInFlight] = []
+        self._unfinished_at_resume: list[PromptInFlight] = []  # to start before new prompts
         self._left = self._prompts()
         self._tasks: set[asyncio.Task[None]] = set()
         # Maps a prompt's index to a future that completes when its last token has been generated.
@@ -103,10 +104,12 @@ class AsyncSource(Source):
         for index, version in run["held"]:
             prompt = self.prompt(index)  # the prompt with its label from the dataset
             group = [replace(episode, prompt=prompt) for episode in groups[index]]
-            begun = Started(version=version if group else step, prompt=prompt)
+            in_flight = PromptInFlight(version=version if group else step, prompt=prompt)
             if group:
-                begun.finish(group)
-            self.held.append(begun)
+                in_flight.finish(group)
+            else:
+                self._unfinished_at_resume.append(in_flight)
+            self.held.append(in_flight)
 
     def save(self, folder: Path) -> None:
         """Write the prompts that have started but have not been trained on yet, with their samples.
@@ -124,7 +127,7 @@ class AsyncSource(Source):
         run = {"held": drawn, "consumed": consumed}
         EpisodeFolder(folder).write("step", self.step, episodes, run=run)
 
-    async def _snapshot(self) -> tuple[list[Started], int]:
+    async def _snapshot(self) -> tuple[list[PromptInFlight], int]:
         return [replace(each) for each in self.held], self.consumed
 
     def __iter__(self) -> Iterator[list[Trajectory]]:
@@ -161,7 +164,7 @@ class AsyncSource(Source):
         self._tasks -= done
         await asyncio.gather(*done)
 
-    def _take(self, places: list[int]) -> list[Started]:
+    def _take(self, places: list[int]) -> list[PromptInFlight]:
         """Remove the held prompts at the indices `places`, and count them as one step."""
         finished = sum(each.finished for each in self.held)
         self._waiting = finished - len(places)
@@ -197,20 +200,19 @@ class AsyncSource(Source):
         """
         if self._publishing or self._has_lost_too_many:
             return
-        starting: list[Started] = []
-        if not self._tasks:
-            starting = [each for each in self.held if not each.finished]
+        starting = self._unfinished_at_resume
+        self._unfinished_at_resume = []
         for prompt in islice(self._left, self.rule.room(self.held)):
-            fresh = Started(version=self.version, prompt=prompt)
+            fresh = PromptInFlight(version=self.version, prompt=prompt)
             starting.append(fresh)
             self.held.append(fresh)
         for each in starting:
             self._tasks.add(asyncio.ensure_future(self._generate(each)))
 
-    async def _generate(self, started: Started) -> None:
+    async def _generate(self, in_flight: PromptInFlight) -> None:
         """Generate and score the samples of a prompt. A rejected prompt is replaced immediately."""
         end_of_sampling = asyncio.get_running_loop().create_future()
-        self._sampling[started.prompt.index] = end_of_sampling
+        self._sampling[in_flight.prompt.index] = end_of_sampling
         request = Request(
             spec=self.spec,
             step=self.step + 1,
@@ -218,12 +220,12 @@ class AsyncSource(Source):
             sampled=self._end_sampling,
         )
         try:
-            async for group in self.generator.stream([started.prompt], request, groups=1):
-                started.finish(group)
-                if started.filtered:
+            async for group in self.generator.stream([in_flight.prompt], request, groups=1):
+                in_flight.finish(group)
+                if in_flight.filtered:
                     self._start()
         finally:
-            self._end_sampling(started.prompt)
+            self._end_sampling(in_flight.prompt)
             self._changed.set()
 
     def _end_sampling(self, prompt: Prompt) -> None:
