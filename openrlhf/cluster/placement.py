@@ -70,18 +70,17 @@ class HostGroup:
 
     name: str
     roles: tuple[str, ...]
-    # Number of machines, with `per_node` processes on each.
-    # None means `per_node` processes in total, on any machines.
-    nodes: int | None = None
-    per_node: int
+    processes: int
+    # The number of processes on each machine; None if any machine may have any number.
+    per_machine: int | None = None
     devices: int = 1
     wants: Wants = field(default_factory=dict)  # requirements of each process in addition to slots
     shares: str | None = None  # the group whose slots these processes share, in order
 
     @property
-    def processes(self) -> int:
-        """The number of processes."""
-        return (self.nodes or 1) * self.per_node
+    def most_per_machine(self) -> int:
+        """The largest number of processes that one machine may have."""
+        return self.per_machine or self.processes
 
     @property
     def slots(self) -> int:
@@ -113,7 +112,7 @@ def engine_group(
     return HostGroup(
         name=name,
         roles=(name,),
-        per_node=vllm.num_engines,
+        processes=vllm.num_engines,
         devices=vllm.devices,
         shares=shares,
         wants=wants or {},
@@ -146,7 +145,9 @@ class Placement:
         """
         owners = [group for group in self.groups if not group.shares]
         # Place groups that need entire machines first, and large groups before small ones.
-        owners.sort(key=lambda group: (group.nodes is None, -group.per_node * group.devices))
+        owners.sort(
+            key=lambda group: (group.per_machine is None, -group.most_per_machine * group.devices)
+        )
         filling = next(_fillings(owners, machines), None)
         if filling is None:
             return None
@@ -159,7 +160,7 @@ class Placement:
                 continue
             owner = by_name[group.shares]
             needed = group.processes * group.devices
-            if needed > owner.processes or owner.per_node % group.devices:
+            if needed > owner.processes or owner.most_per_machine % group.devices:
                 return None
             places[group.name] = places[owner.name][: needed : group.devices]
         return places
@@ -178,9 +179,9 @@ class Placement:
             if group.wants:
                 wants += f"{group}: {dict(group.wants)} (--placement.*.resources). "
             if not group.shares:
-                slots = f"{group.per_node} x {group.devices}".removesuffix(" x 1")
-                if group.nodes is not None:
-                    slots = f"{group.nodes} x {slots}"
+                slots = f"{group.most_per_machine} x {group.devices}".removesuffix(" x 1")
+                if group.per_machine is not None:
+                    slots = f"{group.processes // group.per_machine} x {slots}"
                 needed.append(f"{slots} for {group}")
         sizes = Counter(machine.slots for machine in machines)
         available: list[str] = []
@@ -233,16 +234,17 @@ def _choices(group: HostGroup, machines: Sequence[Machine]) -> Iterator[Counter[
     fullest_first = sorted(
         range(len(machines)), key=lambda index: (machines[index].slots, machines[index].kind)
     )
-    if group.nodes is None:  # these groups are placed last, so one way to place them is enough
+    per_machine = group.per_machine
+    if per_machine is None:  # these groups are placed last, so one way to place them is enough
         processes = Counter[int]()
         for index in fullest_first:
-            processes[index] = min(machines[index].room(group), group.per_node - processes.total())
-        if processes.total() == group.per_node:
+            processes[index] = min(machines[index].room(group), group.processes - processes.total())
+        if processes.total() == group.processes:
             yield processes
         return
-    fitting = [index for index in fullest_first if machines[index].room(group) >= group.per_node]
-    for chosen in _selections(fitting, machines, group.nodes):
-        yield Counter(dict.fromkeys(chosen, group.per_node))
+    fitting = [index for index in fullest_first if machines[index].room(group) >= per_machine]
+    for chosen in _selections(fitting, machines, group.processes // per_machine):
+        yield Counter(dict.fromkeys(chosen, per_machine))
 
 
 def _selections(

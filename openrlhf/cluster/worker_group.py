@@ -179,10 +179,10 @@ class HostHandles:
         for rank in processes:
             local_rank = 0  # an actor sees only its own GPU
             if not self.slots.on_gpus:
-                local_rank = rank % self.group.per_node
+                local_rank = rank % self.group.most_per_machine
             environment = {
                 "WORLD_SIZE": str(self.group.processes),
-                "LOCAL_WORLD_SIZE": str(self.group.per_node),
+                "LOCAL_WORLD_SIZE": str(self.group.most_per_machine),
                 "RANK": str(rank),
                 "LOCAL_RANK": str(local_rank),
                 "MASTER_ADDR": host,

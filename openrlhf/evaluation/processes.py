@@ -105,7 +105,10 @@ def reward_hosts(config: settings.SamplingCommand) -> HostGroup:
     """Return the host group of the reward models."""
     reward = config.reward
     return HostGroup(
-        name="reward", roles=("reward",), nodes=reward.num_nodes, per_node=reward.num_gpus_per_node
+        name="reward",
+        roles=("reward",),
+        processes=reward.num_nodes * reward.num_gpus_per_node,
+        per_machine=reward.num_gpus_per_node,
     )
 
 

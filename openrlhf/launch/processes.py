@@ -61,7 +61,7 @@ def make_hosts(
 ) -> HostHandles:
     """Create the processes of `group` on the given machines, without connecting them."""
     layout = RankLayout.from_flags(ds, processes=group.processes)
-    threads = openmp_threads(group.per_node)
+    threads = openmp_threads(group.most_per_machine)
     return HostHandles(group, machines, layout, on_gpus=on_gpus, threads=threads)
 
 

@@ -210,8 +210,8 @@ def plan_placement(config: PPOConfig, kind: str) -> Placement:
         group = HostGroup(
             name=sharing.name,
             roles=sharing.roles,
-            nodes=sharing.size.num_nodes,
-            per_node=sharing.size.num_gpus_per_node,
+            processes=sharing.size.num_nodes * sharing.size.num_gpus_per_node,
+            per_machine=sharing.size.num_gpus_per_node,
             wants=config.placement.wants(sharing.roles),
         )
         groups.append(group)

@@ -70,7 +70,7 @@ class Fleet:
         on_gpus: bool,
         hosts: HostHandles | None = None,
     ) -> None:
-        self.group = replace(group, per_node=1)
+        self.group = replace(group, processes=1)
         self.hosts = hosts
         self.on_gpus = on_gpus
         self.workers_per_engine = group.devices

@@ -25,8 +25,19 @@ machines = st.lists(
 wants = st.sampled_from([{}, {}, {"fast": 0.5}, {"zone": "a"}, {"fast": 1.0, "zone": "a"}])
 
 
-def group(name: str, nodes: int | None, per_node: int, **more: object) -> HostGroup:
-    return HostGroup(name=name, roles=(name,), nodes=nodes, per_node=per_node, **more)  # pyright: ignore[reportArgumentType]
+def group(name: str, machines: int | None, processes: int, **more: object) -> HostGroup:
+    """Return a group of `processes` on each of `machines`, or in total if `machines` is None."""
+    per_machine = None
+    if machines is not None:
+        per_machine = processes
+        processes *= machines
+    return HostGroup(
+        name=name,
+        roles=(name,),
+        processes=processes,
+        per_machine=per_machine,
+        **more,  # pyright: ignore[reportArgumentType]
+    )
 
 
 plans = st.tuples(
@@ -44,11 +55,9 @@ def allowed(plan: Placement, cluster: list[Machine], places: Places) -> bool:
     fast: Counter[str] = Counter()
     for each in plan.groups:
         on = Counter(machine.name for machine in places[each.name])
-        if each.nodes is not None and not (
-            len(on) == each.nodes and set(on.values()) == {each.per_node}
-        ):
+        if each.per_machine is not None and set(on.values()) != {each.per_machine}:
             return False
-        if on.total() != (each.nodes or 1) * each.per_node:
+        if on.total() != each.processes:
             return False
         for machine in places[each.name]:
             used[machine.name] += each.devices
@@ -100,8 +109,8 @@ def test_groups_that_fill_whole_machines_leave_the_other_machines_free() -> None
 
 
 def test_engines_share_model_devices_in_order() -> None:
-    models = HostGroup(name="actor+ref", roles=("actor", "ref"), nodes=2, per_node=4)
-    engines = HostGroup(name="vllm", roles=("vllm",), per_node=4, devices=2, shares="actor+ref")
+    models = HostGroup(name="actor+ref", roles=("actor", "ref"), processes=8, per_machine=4)
+    engines = HostGroup(name="vllm", roles=("vllm",), processes=4, devices=2, shares="actor+ref")
     plan = Placement(groups=(models, engines), on_gpus=True)
     places = plan.check([Machine(name="a", slots=4), Machine(name="b", slots=4)])
     assert plan.slots == 8
@@ -110,7 +119,7 @@ def test_engines_share_model_devices_in_order() -> None:
         "actor, ref: 8 process(es): 4 on a, 4 on b\n"
         "vllm: 4 process(es), 2 GPUs each: 2 on a, 2 on b, on devices of actor, ref"
     )
-    for wrong in (replace(engines, per_node=5), replace(engines, devices=3, per_node=1)):
+    for wrong in (replace(engines, processes=5), replace(engines, devices=3, processes=1)):
         assert Placement(groups=(models, wrong), on_gpus=True).places(EIGHT) is None
 
 

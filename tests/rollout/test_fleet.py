@@ -32,7 +32,7 @@ class Unstable(Fleet):
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch, *, unanswered: int) -> None:
         monkeypatch.setattr(module.tempfile, "mkdtemp", lambda **_: "")
-        super().__init__(HostGroup(name="vllm", roles=("vllm",), per_node=1), [], on_gpus=False)
+        super().__init__(HostGroup(name="vllm", roles=("vllm",), processes=1), [], on_gpus=False)
         self.unanswered, self.said = unanswered, list[str]()
         self.say, self.timeout_s = self.said.append, 1.0
         self.settings: Any = SimpleNamespace(vllm=SimpleNamespace(max_restarts=2))

@@ -65,7 +65,7 @@ def stack(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Stack]:
         log_to_driver=False,
         logging_level=logging.ERROR,
     )
-    group = HostGroup(name="actor", roles=("actor",), nodes=1, per_node=1)
+    group = HostGroup(name="actor", roles=("actor",), processes=1, per_machine=1)
     hosts = HostHandles(group, machines(on_gpus=False), RankLayout(dp=1), on_gpus=False, threads=1)
     hosts.connect(
         {"ds": DeepSpeedConfig(param_dtype="fp32"), "seed": 0},
@@ -81,7 +81,7 @@ def stack(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Stack]:
         timeout_s=300,
         doing="load the model",
     )
-    engines = HostGroup(name="vllm", roles=("vllm",), per_node=1, devices=2)
+    engines = HostGroup(name="vllm", roles=("vllm",), processes=1, devices=2)
     settings = EngineSettings(
         model=str(folder / "engine"),
         vllm=VLLMConfig(
