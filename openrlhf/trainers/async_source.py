@@ -8,16 +8,14 @@ from dataclasses import dataclass, field, replace
 from itertools import chain, islice
 from pathlib import Path
 
-from openrlhf import termination
 from openrlhf.core.trajectory import Prompt, Trajectory
 from openrlhf.observability.metrics import Last, Max, Mean, Metric
 from openrlhf.rollout.background import CLOSE_TIMEOUT_S
 from openrlhf.rollout.episode_files import EpisodeFolder
 from openrlhf.rollout.generator import Group, Request
 from openrlhf.trainers.capacity import Capacity, Held
+from openrlhf.trainers.sampling_gate import SamplingGate
 from openrlhf.trainers.sources import Source
-
-TERMINATION_CHECK_S = 0.2  # seconds between termination checks while a publication waits
 
 
 @dataclass(kw_only=True)
@@ -69,9 +67,7 @@ class AsyncSource(Source):
         self._unfinished_at_resume: list[PromptInFlight] = []  # to start before new prompts
         self._left = self._prompts()
         self._tasks: set[asyncio.Task[None]] = set()
-        # Maps a prompt's index to a future that completes when its last token has been generated.
-        self._sampling: dict[int, asyncio.Future[None]] = {}
-        self._publishing = False
+        self._gate = SamplingGate(lets_samples_run=self.train.partial_rollout_enable)
         self._changed = asyncio.Event()
         self._lags: Counter[int] = Counter()
         self._waiting = 0  # finished prompts that the last step left waiting
@@ -198,7 +194,7 @@ class AsyncSource(Source):
 
         In a resumed run, prompts that were unfinished at the checkpoint come first.
         """
-        if self._publishing or self._has_lost_too_many:
+        if self._gate.is_closed or self._has_lost_too_many:
             return
         starting = self._unfinished_at_resume
         self._unfinished_at_resume = []
@@ -211,13 +207,12 @@ class AsyncSource(Source):
 
     async def _generate(self, in_flight: PromptInFlight) -> None:
         """Generate and score the samples of a prompt. A rejected prompt is replaced immediately."""
-        end_of_sampling = asyncio.get_running_loop().create_future()
-        self._sampling[in_flight.prompt.index] = end_of_sampling
+        self._gate.enter(in_flight.prompt)
         request = Request(
             spec=self.spec,
             step=self.step + 1,
             on_group=self.score_and_filter,
-            sampled=self._end_sampling,
+            sampled=self._gate.leave,
         )
         try:
             async for group in self.generator.stream([in_flight.prompt], request, groups=1):
@@ -225,14 +220,8 @@ class AsyncSource(Source):
                 if in_flight.filtered:
                     self._start()
         finally:
-            self._end_sampling(in_flight.prompt)
+            self._gate.leave(in_flight.prompt)
             self._changed.set()
-
-    def _end_sampling(self, prompt: Prompt) -> None:
-        """Record that the engines have generated all tokens for a prompt. Idempotent."""
-        under_way = self._sampling.pop(prompt.index, None)
-        if under_way and not under_way.done():
-            under_way.set_result(None)
 
     @contextmanager
     def publishing(self, version: int) -> Iterator[bool]:
@@ -242,18 +231,10 @@ class AsyncSource(Source):
         False if the process is asked to terminate while samples are still being generated; in that
         case, the caller must not publish.
         """
-        is_quiet = self.loop.run(self._hold(), self.train.step_timeout)
+        is_quiet = self.loop.run(self._gate.close(), self.train.step_timeout)
         yield is_quiet
         if is_quiet:
             self.loop.run(self._continue(version), self.train.step_timeout)
-
-    async def _hold(self) -> bool:
-        self._publishing = True
-        if self.train.partial_rollout_enable:
-            return True
-        while self._sampling and not termination.asked():
-            await asyncio.wait(self._sampling.values(), timeout=TERMINATION_CHECK_S)
-        return not self._sampling
 
     async def _continue(self, version: int) -> None:
         # Steps that did not change the weights also increment the version.
@@ -261,7 +242,7 @@ class AsyncSource(Source):
         for each in self.held:
             each.version += skipped
             each.unpublished += skipped
-        self._publishing = False
+        self._gate.open()
         self.version = version
         self._start()
 
