@@ -55,7 +55,8 @@ def report(*findings: Finding) -> None:
     If the only failure is an exception raised by a check, re-raises it instead.
     """
     failures: list[Finding] = []
-    # Two checks may return the same finding, for example for the training and the evaluation set.
+    # Two checks may return the same finding, for example one for the training set and one for
+    # the evaluation set.
     distinct = {str(finding): finding for finding in findings}
     for text, finding in distinct.items():
         if finding.fails:

@@ -124,7 +124,7 @@ class CheckpointManager:
     def checkpoints(self) -> list[Checkpoint]:
         """Return all committed checkpoints, oldest save first, without checking their files.
 
-        Skip a checkpoint with a damaged manifest, renaming the manifest with a warning.
+        Skip a checkpoint whose manifest is damaged: rename the manifest and log a warning.
         """
         found: list[Checkpoint] = []
         for path in sorted(self.root.glob(f"*{MANIFEST}")):

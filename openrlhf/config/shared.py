@@ -342,7 +342,7 @@ class FormatConfig(TokenizerConfig):
 
     input_template: str | None = option(
         None,
-        "Template with {} for the prompt, used without a chat template.",
+        "Template with {} in place of the prompt, for prompts without a chat template.",
     )
     apply_chat_template: bool = option(False, "Render prompts with the tokenizer's chat template.")
 

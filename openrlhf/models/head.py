@@ -35,7 +35,7 @@ class OutputHead(nn.Module):
     the layer's weights in its own forward pass, so that ZeRO 3 gathers them once per call. With one
     gather per chunk, ranks would wait forever for a rank that has fewer chunks. With `precise`, the
     product is computed in float32 regardless of the weights' dtype, because rewards need more than
-    8 bits of precision. A head with `precise` only returns outputs.
+    8 bits of precision. A head with `precise` set returns only outputs.
     """
 
     def __init__(self, layer: Any, *, precise: bool = False) -> None:

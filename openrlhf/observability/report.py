@@ -359,7 +359,7 @@ def _pair_samples(
 
 
 def make_panel(title: str, names: Iterable[str], curves: Mapping[str, Curve]) -> Panel:
-    """Return a chart of labeled curves, with the unit and definitions of the metrics `names`."""
+    """Return a chart of labeled curves, with the unit and definition of each metric in `names`."""
     unit = ""
     definitions: dict[str, None] = {}
     for name in names:

@@ -99,7 +99,7 @@ def head_operations(role: ModelRole | EngineRole) -> float:
 
 
 def gather_seconds(size: float, cluster: Cluster, ranks: int) -> float:
-    """Return the seconds that `ranks` devices take to receive `size` bytes each.
+    """Return the time in seconds that `ranks` devices take to receive `size` bytes each.
 
     Each network adapter of a machine receives a different part, and the devices then exchange these
     parts.

@@ -129,7 +129,7 @@ V2, V1 = (
         ("4:cpu:/job", "memory/job", V1, 10, 64),
     ],
 )
-def test_free_memory_respects_the_machine_and_every_cgroup_of_the_process(
+def test_free_memory_is_limited_by_the_machine_and_every_cgroup_of_the_process(
     own: str,
     limited: str,
     files: tuple[str, str, str],

@@ -340,7 +340,10 @@ def commit() -> str:
     command = ["git", "status", "--porcelain", "--", "openrlhf", "examples"]
     changes = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=True).stdout
     if changes:
-        raise RuntimeError(f"commit these changes first: a golden records its commit\n{changes}")
+        raise RuntimeError(
+            "commit these changes first, because a golden file stores the commit that it was "
+            f"recorded from:\n{changes}"
+        )
     command = ["git", "rev-parse", "HEAD"]
     return subprocess.run(
         command, cwd=ROOT, capture_output=True, text=True, check=True

@@ -186,7 +186,7 @@ def test_reward_scale_must_be_finite_and_positive(mean: float, std: float) -> No
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_export_loads_as_a_sequence_classification_model_with_equal_scores(
+def test_export_loads_as_a_sequence_classification_model_and_gives_the_same_scores(
     kind: str, tmp_path: Path
 ) -> None:
     tokens, offsets = batch()

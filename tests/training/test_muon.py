@@ -1,4 +1,4 @@
-"""Tests for Muon against float64, for clipping and for resumed runs, in several layouts."""
+"""Tests of Muon in several layouts: against float64, with clipping, and after a resume."""
 
 from __future__ import annotations
 
