@@ -94,6 +94,23 @@ def small_grpo(workspace: Path, folder: Path, *, prompts: int, samples: int) -> 
     }
 
 
+def small_sft(workspace: Path, folder: Path, *, epochs: int) -> dict[str, Any]:
+    """Return flags for SFT with the workspace's `model` and `train.jsonl`, in batches of eight."""
+    return {
+        "model.model_name_or_path": workspace / "model",
+        "data.dataset": workspace / "train.jsonl",
+        "data.input_key": "input",
+        "data.output_key": "output",
+        "data.max_len": 64,
+        "train.batch_size": 8,
+        "train.micro_batch_size": 2,
+        "train.max_epochs": epochs,
+        "adam.lr": 1e-2,
+        "ds.param_dtype": "fp32",
+        **places(folder),
+    }
+
+
 def train_here(flags: Flags) -> None:
     """Run `train_ppo_ray` in this process, which may already be connected to Ray."""
     run_ppo(parse_config(PPOConfig, as_arguments(flags), command="train_ppo_ray"))

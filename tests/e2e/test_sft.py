@@ -33,6 +33,7 @@ from tests.e2e.commands import (
     numbers,
     places,
     run,
+    small_sft,
     steps_logged,
     write_rows,
 )
@@ -67,20 +68,10 @@ def workspace(own_folder: Path) -> Path:
 
 def sft_flags(workspace: Path, folder: Path, **changes: Any) -> dict[str, Any]:
     return {
-        "model.model_name_or_path": workspace / "model",
-        "data.dataset": workspace / "train.jsonl",
-        "data.input_key": "input",
-        "data.output_key": "output",
+        **small_sft(workspace, folder, epochs=EPOCHS),
         "data.input_template": TEMPLATE,
-        "data.max_len": 64,
         "eval.dataset": workspace / "eval.jsonl",
-        "train.batch_size": BATCH,
-        "train.micro_batch_size": 2,
-        "train.max_epochs": EPOCHS,
-        "adam.lr": 1e-2,
-        "ds.param_dtype": "fp32",
         "ckpt.save_steps": 10,
-        **places(folder),
         **changes,
     }
 

@@ -22,7 +22,7 @@ import torch
 from safetensors.torch import load_file
 
 from openrlhf.training.devices import free_port
-from tests.e2e.commands import column, launch, numbers, places, run, steps_logged, write_rows
+from tests.e2e.commands import column, launch, numbers, run, small_sft, steps_logged, write_rows
 from tests.e2e.test_sft import task_rows
 from tests.goldens.record import launch_lines
 from tests.ranks import ROOT
@@ -45,23 +45,13 @@ def workspace(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def sft_flags(workspace: Path, folder: Path, **changes: Any) -> dict[str, Any]:
     return {
-        "model.model_name_or_path": workspace / "model",
-        "data.dataset": workspace / "train.jsonl",
-        "data.input_key": "input",
-        "data.output_key": "output",
-        "data.max_len": 64,
-        "train.batch_size": 8,
-        "train.micro_batch_size": 2,
-        "train.max_epochs": 1,
+        **small_sft(workspace, folder, epochs=1),
         "train.enable_ema": True,
         "train.ema_beta": 0.5,
-        "adam.lr": 1e-2,
         "adam.eps": 1e-2,  # a large ε limits how much AdamW amplifies rounding errors
-        "ds.param_dtype": "fp32",
         "ds.packing_samples": True,
         "ckpt.save_steps": 3,
         "ckpt.max_num": 9,
-        **places(folder),
         **changes,
     }
 
