@@ -22,7 +22,7 @@ from transformers import AutoTokenizer
 LONGEST = 128  # maximum number of tokens in a text
 SOLUTIONS, HELD_OUT_SOLUTIONS = 640, 96
 FORM = "Solve this step by step. End with a line of the form: #### NUMBER"
-PAIRS, HELD_OUT_PAIRS = 720, 200
+PAIRS, HELD_OUT_PAIRS = 720, 225
 SPEAKERS = {"Human": "user", "Assistant": "assistant"}
 
 Row = dict[str, Any]
