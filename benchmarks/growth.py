@@ -72,7 +72,7 @@ def command(folder: Path, steps: int) -> list[str]:
 
 
 def private_memory(root: int) -> dict[str, float]:
-    """Return the private memory of a process and its descendants by name, in MiB."""
+    """Return the private memory in MiB of a process and its descendants, keyed by name."""
     sizes: dict[str, float] = {}
     parent = psutil.Process(root)
     for process in [parent, *parent.children(recursive=True)]:

@@ -118,7 +118,7 @@ def sft_step(ranks: int, tokens: int, model: str) -> Callable[[], tuple[float, f
 
 
 def recorded_group(tokens: int) -> Experience:
-    """Return two episodes of `tokens` tokens with the same prompt, one of which is rewarded."""
+    """Return two episodes of `tokens` tokens with the same prompt; one of them is rewarded."""
     generator = torch.Generator().manual_seed(1)
     prompt = torch.randint(0, VOCABULARY, (PROMPT_TOKENS,), generator=generator).tolist()
     length = tokens - PROMPT_TOKENS

@@ -1,8 +1,8 @@
 """Measures the memory of training processes, and compares it with the planner's predictions.
 
-`python -m benchmarks.memory measure` measures the cases that have no record yet, and `report`
-instead of `measure` writes the page. `measure-gpu` measures a different set of cases on one GPU,
-with records in a separate file. `fit` prints the values of the constants in
+`python -m benchmarks.memory measure` measures the cases that have no record yet. With `report`
+instead of `measure`, the command writes the page. `measure-gpu` measures a different set of cases
+on one GPU, with records in a separate file. `fit` prints the values of the constants in
 `openrlhf.planning.constants` that best fit the first half of the cases; the report lists the errors
 for both halves.
 """

@@ -139,7 +139,7 @@ class Meter:
     _instant: str | None = None
 
     def begin(self, instant: str) -> None:
-        """End the current instant, and begin another one, which may be a repeated one."""
+        """End the current instant, and begin a new or a repeated instant."""
         self.end()
         _LIBC.malloc_trim(0)
         Path("/proc/self/clear_refs").write_text("5", encoding="ascii")  # resets the peak

@@ -28,9 +28,9 @@ hypothesis.settings.register_profile(
 )  # how long an example takes depends on the machine
 hypothesis.settings.load_profile("patient")
 
-# pytest writes each test's name to the environment, where glibc moves the variables to add one.
-# The test process has crashed when a Ray thread read the environment at the same time.
-# For example, gRPC reads TZ when a connection closes.
+# pytest writes each test's name to the environment, and glibc moves all variables when one is
+# added. The test process has crashed when a Ray thread read the environment at the same time. For
+# example, gRPC reads TZ when a connection closes.
 assert runner._update_current_test_var
 runner._update_current_test_var = lambda item, when: None
 

@@ -11,8 +11,9 @@ from tests.http_double import DoubleServer, JSONHandler, serving
 
 
 class OpenAIServer(DoubleServer):
-    """A server that records paths and bodies in `asked`, and API keys. `url` is its base URL.
+    """A server that records paths and bodies in `asked`, and API keys in `keys`.
 
+    `url` is the server's base URL.
     The reply to a chat is its last message in capitals; the completion of a prompt is the prompt's
     length. `models` is the list of models. The log-probability of token 7 is -0.7, and its text is
     `texts(7)`. `table` maps a prompt to the log-probabilities of all tokens at each position.

@@ -57,7 +57,7 @@ def pages() -> list[Path]:
 
 @cache
 def definitions() -> dict[str, list[Path]]:
-    """Map each dotted suffix of a definition (including its module) to the defining files.
+    """Map each dotted suffix of a definition's full name to the files that define the name.
 
     For example, `advantages.gae` is a valid name but `gae` is not.
     """
@@ -85,7 +85,7 @@ def _symbols(body: list[ast.stmt], prefix: str = "") -> Iterator[str]:
 def relinked(text: str, folder: Path) -> str:
     """Return the text with every symbol link pointing to the symbol's definition.
 
-    Raises ValueError for a symbol with no definition or more than one.
+    Raises ValueError for a symbol that has no definition or several definitions.
     """
 
     def link(found: re.Match[str]) -> str:

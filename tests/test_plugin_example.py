@@ -18,7 +18,7 @@ from tests.sources import ROOT
 
 
 def example(about: str, file: Path) -> Path:
-    """Write the page's code block that contains this word to a file."""
+    """Find the page's code block that contains this word, and write the block to a file."""
     blocks = re.findall(r"```python\n(.*?)```", (ROOT / "docs/extending.md").read_text(), re.DOTALL)
     (code,) = [block for block in blocks if about in block]
     file.write_text(code)

@@ -1,4 +1,4 @@
-"""Tests for user messages: which stream and process print them, repetition, and secrets."""
+"""Tests for user messages: their streams, which processes print them, repetition, and secrets."""
 
 from __future__ import annotations
 

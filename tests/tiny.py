@@ -90,7 +90,7 @@ def character_tokenizer() -> Qwen2Tokenizer:
 
 
 def sayable(text: str) -> str:
-    """Return a text in lower case, keeping only the characters of `character_tokenizer`."""
+    """Return a text in lower case, without the characters that `character_tokenizer` lacks."""
     known = set(CHARACTERS) | {" ", "\n"}
     return "".join(character for character in text.lower() if character in known)
 

@@ -66,7 +66,10 @@ class Case:
         return self.prompts * self.samples
 
     def data(self, folder: Path) -> Path:
-        """Return the folder with the prompts. For PPO, its name includes the number of prompts."""
+        """Return the folder with the prompts.
+
+        For PPO, the folder's name includes the number of prompts.
+        """
         if self.name == "ppo":
             return folder / f"data-{self.prompts * self.all_steps}"
         return folder / "data"

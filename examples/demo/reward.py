@@ -6,7 +6,7 @@ from __future__ import annotations
 def reward_func(
     queries: list[str], prompts: list[str], labels: list[str]
 ) -> dict[str, list[float]]:
-    """Return one reward per query, which is a prompt and its response with special tokens."""
+    """Return one reward per query; a query is a prompt and its response, with special tokens."""
     rewards = [
         float(query.removeprefix(prompt) == label)
         for query, prompt, label in zip(queries, prompts, labels, strict=True)

@@ -40,7 +40,7 @@ def call(prompt: list[int], tokens: list[int], *, version: int = 0, start: float
 def played(
     prompt: list[int], turns: list[tuple[list[int], list[int]]]
 ) -> tuple[dict[str, Any], list[Asked]]:
-    """Return an executor's result for the given turns, and its requests to the engine."""
+    """Return the result of an executor for the given turns, and its requests to the engine."""
     tokens = list(prompt)
     ranges: list[list[int]] = []
     calls: list[Asked] = []

@@ -42,7 +42,7 @@ GOOD = [{"role": "user", "content": "good"}]
 
 
 class Engine:
-    """An engine that samples one to seven digits and the end token, truncated to `max_tokens`."""
+    """An engine that samples one to seven digits and the end token, up to `max_tokens` tokens."""
 
     def __init__(self) -> None:
         self.asked: list[tuple[list[int], SamplingParams]] = []
@@ -384,7 +384,7 @@ def test_agent_with_a_stock_openai_client_is_recorded_token_by_token(
 
 
 def of_episode(engine: Engine, trajectory: Trajectory) -> list[tuple[list[int], SamplingParams]]:
-    """Return an episode's requests to the engine, identified by the seeds of its turns."""
+    """Return an episode's requests to the engine, found by the seeds of the episode's turns."""
     seeds = [spec().seed_of(trajectory.prompt, trajectory.sample_index, turn) for turn in range(3)]
     return [next(asked for asked in engine.asked if asked[1].seed == seed) for seed in seeds]
 

@@ -83,7 +83,7 @@ def test_unanswered_request_can_be_repeated_or_replaced() -> None:
     conversation = Conversation(TOKENIZER, 1000)
     reply = started(conversation, "2+3", "5")
     inputs = template_inputs([user("2+3"), reply, user("4")])
-    prompt = conversation.prompt_for(inputs)  # no reply follows, as after a rejected request
+    prompt = conversation.prompt_for(inputs)  # no reply follows, as if the request was rejected
     assert conversation.prompt_for(inputs) == prompt
     other = template_inputs([user("2+3"), reply, user("7")])
     assert conversation.mismatch(other) is None

@@ -88,7 +88,7 @@ class Stand:
         step_timeout: float = PATIENCE_S,
         episode_timeout: float = 2 * PATIENCE_S,
     ) -> Any:
-        """Run an episode with an engine that takes `seconds` per sample, or with `generate`.
+        """Run an episode with `generate`, or with an engine that takes `seconds` per sample.
 
         Returns the logs of a successful episode, or the failed episode itself.
         """

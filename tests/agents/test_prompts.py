@@ -219,7 +219,7 @@ def check_prompts(engine: ScriptedEngine, requests: list[Request], notices: dict
 
 @st.composite
 def replies(draw: st.DrawFn, tokenizer: PreTrainedTokenizerBase) -> tuple[list[int], str]:
-    """Draw a sample, tokenized normally or by character, that has an end token or is truncated."""
+    """Draw a sample: tokenized normally or by character, and with an end token or truncated."""
     special = st.sampled_from(["ab! c", '<tool_call>{"name": "zebra"}</tool_call>'])
     text = draw(st.one_of(WORDS, special))
     tokens: list[int] = []
@@ -647,7 +647,7 @@ def play_game(
     """Run an episode whose environment responds with `feedback(states)`.
 
     `then` is the value of `max_tokens` after the first turn. Returns the result, and the states
-    received by each step.
+    that each step received.
     """
     received: list[dict[str, Any]] = []
 

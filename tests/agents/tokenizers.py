@@ -1,4 +1,4 @@
-"""Several kinds of tokenizers, trained in 0.1 s, and several kinds of chat templates."""
+"""Several kinds of tokenizers, each trained in 0.1 s, and several kinds of chat templates."""
 
 from __future__ import annotations
 

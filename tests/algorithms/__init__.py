@@ -1,1 +1,1 @@
-"""Tests that state claims about the mathematics."""
+"""Tests of the algorithms' mathematical properties."""

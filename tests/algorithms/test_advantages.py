@@ -181,7 +181,7 @@ def test_missing_reward_raises_an_error_with_its_index(reward: float) -> None:
 
 
 def test_gae_matches_a_worked_example() -> None:
-    """With γ = ½ and λ = ½, the rewards are 0, 0, 8 and the values 4, 2, 6.
+    """With γ = ½ and λ = ½, the rewards are 0, 0, 8 and the values are 4, 2, 6.
 
     δ = 0 + ½·2 − 4, 0 + ½·6 − 2, 8 − 6 = −3, 1, 2.
     Â_3 = 2, Â_2 = 1 + ¼·2 = 1.5, Â_1 = −3 + ¼·1.5 = −2.625.

@@ -1,6 +1,7 @@
 """Losses for pairs and labeled answers.
 
-Losses are compared with a loop over single pairs, and gradients with finite differences.
+Losses are compared with a loop over single pairs, and gradients are compared with finite
+differences.
 """
 
 from __future__ import annotations

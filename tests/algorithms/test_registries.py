@@ -1,4 +1,4 @@
-"""The registry of named choices, and its consistency with the choices of flags."""
+"""Tests of the registry of named choices, and of its consistency with the flags' choices."""
 
 from typing import get_args
 

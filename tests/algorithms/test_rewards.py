@@ -121,7 +121,7 @@ def test_token_rewards_of_a_row_sum_to_the_reward_minus_kl(
 
 
 def test_turn_rewards_stay_in_their_turns_and_the_last_action_gets_the_remainder() -> None:
-    """The reward of 2 was clipped to 1.5; the first turn earned 0.5 of it, so 1 remains.
+    """The reward of 2 was clipped to 1.5. The first turn earned 0.5, so 1 remains.
 
     The mask is [F, T, T, F, T, F].
     """

@@ -1,4 +1,4 @@
-"""A save that is killed or runs out of disk space at any file operation keeps older checkpoints.
+"""Older checkpoints survive a save that is killed or runs out of disk space at any operation.
 
 When run as a script, the module kills real processes (`drive`). The tests examine the files left
 behind by killed processes.
@@ -89,7 +89,7 @@ SCENARIOS: dict[str, tuple[list[Step], Step]] = {
 
 @contextmanager
 def sabotage(strike: Callable[[int], None], operations: list[str]) -> Iterator[None]:
-    """Call `strike(k)` before the k-th file operation and in the middle of each write."""
+    """Call `strike(k)` before the k-th file operation; each half of a write is an operation."""
     count = 0
     real = {name: getattr(os, name) for name in [*operations, "fsync"]}
     real_open = builtins.open
@@ -138,7 +138,7 @@ def sabotage(strike: Callable[[int], None], operations: list[str]) -> Iterator[N
 
 
 def survives_kill(action: Step, root: Path, at: int) -> bool:
-    """Run `action` in a process that dies at operation `at`; return True if it finishes."""
+    """Run `action` in a process that dies at operation `at`; return True if the action finishes."""
     child = os.fork()
     if child == 0:
 
@@ -155,7 +155,7 @@ def survives_kill(action: Step, root: Path, at: int) -> bool:
 
 
 def drive(base: Path) -> None:
-    """Create `base/<scenario>/<k>` by killing a save at operation k, until a save finishes."""
+    """Kill a save at each operation k and keep `base/<scenario>/<k>`, until a save finishes."""
     for name, (setting, action) in SCENARIOS.items():
         before = base / name / "000"
         before.mkdir(parents=True)
@@ -265,7 +265,7 @@ def test_recovery_can_be_repeated_after_a_kill_at_any_operation(
     monkeypatch.setattr(os, "scandir", Sorted)
 
     class Dead(BaseException):
-        """The error raised by the fatal operation and all later ones, to simulate a kill."""
+        """The error that the fatal operation and all later operations raise, to simulate a kill."""
 
     for before in killed(wreckage, scenario)[::4]:
         labels: set[str | None] = set()

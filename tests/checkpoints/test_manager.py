@@ -36,9 +36,9 @@ def no_waiting_for_the_disk(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def fill(staged: StagedCheckpoint, text: str = "weights") -> None:
-    """Write the ranks' files of a checkpoint.
+    """Write the files of a checkpoint as the ranks would.
 
-    The written files are those in `<directory>/<tag>`, DeepSpeed's `latest`, and an export.
+    The files are those in `<directory>/<tag>`, DeepSpeed's `latest` file, and an export.
     """
     for place in staged.places:
         path = staged.directory / place / "model_states.pt"
@@ -199,7 +199,7 @@ def test_latest_returns_the_newest_save_regardless_of_type_and_step(
 ) -> None:
     manager = checkpoints_in(tmp_path, max_num=9)
     for step, best in [(10, False), (10, True), (20, False), (5, False), (4, True)]:
-        # Step 5 follows step 20 if a new run reuses the path of an older run.
+        # If a new run reuses the path of an older run, step 5 can be saved after step 20.
         checkpoint = save(manager, step, best=best)
         assert checkpoints_in(tmp_path).latest() == checkpoint
 

@@ -1,4 +1,4 @@
-"""Tests that compare exports with the trained model: correct exports pass, faulty ones fail."""
+"""Tests that compare exports with the trained model: good exports pass, and faulty exports fail."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ FORMS = {
 def trained_model(
     folder: Path, kind: str, form: str, *, scalar: bool = False, dtype: str = "fp32"
 ) -> Any:
-    """Return a model set up for packed training, with modified weights."""
+    """Modify the weights of a model that is set up for packed training, and return the model."""
     path = save_tiny_model(folder / "base", kind)
     spec = load_spec(path=path, param_dtype=dtype, attention="sdpa", packing=True, lora=FORMS[form])
     hf: Any = load_scalar(spec, head_prefix="value", seed=1).hf if scalar else load_causal_lm(spec)

@@ -1,4 +1,4 @@
-"""The console command, and what every command does before heavy imports."""
+"""The console command, and the steps that every command takes before heavy imports."""
 
 from __future__ import annotations
 
@@ -426,7 +426,7 @@ VALUES = {
 
 
 def writing_to(command: str, places: dict[str, str]) -> Any:
-    """Return a configuration of a command, keyed by flag, that writes to the given paths."""
+    """Return the configuration, keyed by flag, with which a command writes to the given paths."""
     root = COMMANDS[command]
     given = {path: value for path, value in (VALUES | places).items() if path in flags_of(root)}
     return amend(root(), given | {"given": given})
@@ -454,7 +454,7 @@ def test_output_locked_by_another_process_is_rejected(tmp_path: Path) -> None:
                 for output in outputs(writing_to(command, taken)):
                     (path,) = [path for path in flags if output.path.startswith(taken[path])]
                     if command == "lora_combiner":
-                        # The command writes a folder, but a file of that name is locked.
+                        # The command writes a folder, but a file with the same name is locked.
                         continue
                     tried += 1
                     with (

@@ -45,7 +45,7 @@ def rows(folder: Path, labels: list[str]) -> Path:
 
 
 def reward_test(capsys: pytest.CaptureFixture[str], *words: object) -> tuple[int, str]:
-    """Return the exit status and the output, independent of the terminal's width."""
+    """Return the exit status and the output, which does not depend on the terminal's width."""
     with pytest.raises(SystemExit) as ended:
         main.main(["reward", "test", *map(str, words)])
     printed = capsys.readouterr()

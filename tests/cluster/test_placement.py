@@ -26,7 +26,7 @@ wants = st.sampled_from([{}, {}, {"fast": 0.5}, {"zone": "a"}, {"fast": 1.0, "zo
 
 
 def group(name: str, machines: int | None, processes: int, **more: object) -> HostGroup:
-    """Return a group of `processes` on each of `machines`, or in total if `machines` is None."""
+    """Return a group with `processes` processes per machine, or in total if `machines` is None."""
     per_machine = None
     if machines is not None:
         per_machine = processes
@@ -50,7 +50,7 @@ plans = st.tuples(
 
 
 def allowed(plan: Placement, cluster: list[Machine], places: Places) -> bool:
-    """Return True if an assignment satisfies every rule, without using the implementation."""
+    """Return True if an assignment satisfies every rule; the implementation is not used."""
     used: Counter[str] = Counter()
     fast: Counter[str] = Counter()
     for each in plan.groups:

@@ -1,4 +1,4 @@
-"""Fixtures that simulate a machine without a GPU or launcher, unless a test requests one."""
+"""Fixtures that simulate a machine without a launcher or a GPU; tests can request GPUs."""
 
 from __future__ import annotations
 

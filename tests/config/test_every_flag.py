@@ -3,8 +3,8 @@
 Setting a flag changes a component's settings, prints a notice, or is rejected by name.
 
 The settings of all components are created from a resolved configuration, without starting any
-component. If a component gets an entire section, it may still ignore some of the flags. Therefore
-the tests also create the objects derived from a section: an optimizer and DeepSpeed's
+component. A component that gets an entire section may still ignore some of the section's flags.
+Therefore the tests also create the objects derived from a section: an optimizer and DeepSpeed's
 configuration. For all other components, `READERS` lists the modules that read the flags.
 """
 

@@ -53,7 +53,7 @@ def test_devices_are_counted_with_nvidia_smi_if_there_are_no_driver_files(
 def test_devices_of_a_joined_ray_cluster_take_precedence(
     cluster: int, gpu_machine, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Devices hidden from the process count too, because Ray hides devices from a job's driver."""
+    """Hidden devices are counted too, because Ray hides devices from a job's driver."""
     gpu_machine(4)
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
     monkeypatch.setattr(machine, "cluster_gpus", cluster)

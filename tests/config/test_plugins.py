@@ -191,7 +191,7 @@ def test_error_names_the_failed_plugin_and_its_exception(tmp_path: Path) -> None
 
 @pytest.fixture
 def installed(plugin: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
-    """Install, as pip would, a package whose entry point is the plug-in's module."""
+    """Simulate a pip installation of a package whose entry point is the plug-in's module."""
     folder = plugin.parent
     info = folder / "my_package-1.0.dist-info"
     info.mkdir()

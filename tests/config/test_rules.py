@@ -301,7 +301,7 @@ def unchecked(command: str, line: str, gpu_machine: Any) -> Any:
 
 def resolved(command: str, line: str) -> Any:
     """Return the resolved configuration of a command line without checking its rules."""
-    machine.cluster_gpus = None  # reset, because an earlier command line may declare a cluster
+    machine.cluster_gpus = None  # an earlier command line may have declared a cluster
     given, _ = read_flags(COMMANDS[command], line.split(), command=command)
     return amend(COMMANDS[command](), {**given, "given": given}).resolve(command=command)[0]
 
@@ -434,7 +434,7 @@ def sentences() -> list[Yield]:
 
 @pytest.fixture
 def slow_machine(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Path:
-    """Simulate a CPU without AVX-512 and without the package bitsandbytes.
+    """Simulate a CPU without AVX-512, and hide the bitsandbytes package.
 
     Returns a folder with checkpoints from an earlier run.
     """

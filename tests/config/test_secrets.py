@@ -65,7 +65,7 @@ def test_json_entries_with_secret_names_are_masked() -> None:
 
 
 def _with_secret(flag: Flag) -> Any:
-    """Return a value with secrets for a flag, or None if the flag does not accept free text."""
+    """Return a flag value that contains secrets, or None if the flag does not accept free text."""
     url = f"http://me:{SECRET}@host/a.jsonl?token={SECRET}"
     if flag.shape == "json":
         return {"hf_token": SECRET, "url": url}
@@ -76,7 +76,7 @@ def _with_secret(flag: Flag) -> Any:
 
 @pytest.mark.parametrize("command", COMMANDS)
 def test_secret_of_a_flag_is_never_written(command: str) -> None:
-    """Test every flag that accepts text, in configuration files and in messages that quote it."""
+    """Test every flag that accepts text: in configuration files, and in messages that quote it."""
     root = COMMANDS[command]
     tried = 0
     for path, flag in flags_of(root).items():

@@ -56,7 +56,7 @@ def test_number_of_flag_spellings_matches_the_reference() -> None:
     assert spellings["train_sft"] == 77
     assert spellings["train_rm"] == 79
     assert spellings["train_dpo"] == 82
-    # --actor.loss_agg_mode of the reference is an alias of --algo.loss.aggregation here.
+    # The reference's --actor.loss_agg_mode counts here as an alias of --algo.loss.aggregation.
     assert spellings["train_ppo_ray"] == 166
     assert spellings["serve_rm"] == 14
 

@@ -40,7 +40,7 @@ class Pictured(Ragged):
 
 
 def batch_of(lengths: list[int]) -> Experience:
-    """Return a batch whose columns have distinct entries if the column's type allows that."""
+    """Return a batch in which each column has distinct entries, if the column's type allows it."""
     tokens, samples = sum(lengths), len(lengths)
     number = torch.arange(tokens)
     return Experience(

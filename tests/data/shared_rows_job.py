@@ -1,4 +1,4 @@
-"""A script for one rank in the tests of rows that are shared by a machine's processes.
+"""A script that runs one rank in the tests of rows shared by a machine's processes.
 
 Each rank writes its rows to a file.
 """

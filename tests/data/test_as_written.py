@@ -103,7 +103,7 @@ def test_every_csv_cell_is_read_exactly_as_written(
 @given(JSON_ROWS, st.sampled_from(sorted(FORMS)))
 def test_every_json_value_is_read_exactly_as_written(rows: Rows, form: str) -> None:
     read = list(json_rows(io.BytesIO(FORMS[form](rows).encode()), "x.json"))
-    assert json.dumps(read) == json.dumps(rows)  # as text, because 1 == 1.0 == True in Python
+    assert json.dumps(read) == json.dumps(rows)  # compare text: in Python, 1 == 1.0 == True
 
 
 def check_loaded_json(folder: Path, rows: Rows, form: str) -> None:

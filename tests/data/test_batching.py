@@ -153,7 +153,10 @@ def test_costs_of_ranks_differ_by_at_most_the_largest_row(
 
 
 def test_long_row_costs_more_than_short_rows_with_the_same_total_number_of_tokens() -> None:
-    """With A = 100, 4 rows of 100 tokens cost 4 · 100 · 200 and a row of 400 costs 400 · 500."""
+    """Attention costs as much as the weights at A = 100 tokens.
+
+    Four rows of 100 tokens cost 4 · 100 · 200, and one row of 400 tokens costs 400 · 500.
+    """
     lengths = [400, *[100] * 6]
     assert row_costs([400, 100], 100) == [200_000, 20_000]
     assert balanced_partition(row_costs(lengths, 100), 2) == [[0], [1, 2, 3, 4, 5, 6]]

@@ -346,7 +346,10 @@ def test_prompt_column_whose_text_the_answers_repeat_is_ignored_with_a_notice(
 def test_empty_prompts_do_not_count_as_repeated(
     prompt: Any, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """Later rows may have a prompt. A prompt that is a number raises an error naming the row."""
+    """Later rows may have a prompt.
+
+    A prompt that is a number causes an error that names the row.
+    """
     row = {"prompt": prompt, "chosen": "12 a", "rejected": "12 b"}
     data = recognise(Dataset.from_list([row] * 3), config("dpo"))
     assert data.prompt_key == "prompt" and NOT_READ not in capsys.readouterr().err

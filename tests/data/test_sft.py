@@ -431,7 +431,7 @@ def test_template_gets_call_arguments_as_objects_without_the_nulls_added_by_arro
     texts, objects = (
         ['{"x": 1}', "", None],
         [{"x": 1}, {"y": 2}],
-    )  # Arrow adds missing fields as nulls to both objects, as in Parquet files
+    )  # Arrow adds nulls for missing fields to both objects, as it does in Parquet files
     for arguments, expected in (
         (texts, ['{"x": 1}', "{}", "{}"]),
         (objects, ['{"x": 1}', '{"y": 2}']),

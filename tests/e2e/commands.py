@@ -145,7 +145,7 @@ def launch(
 
 
 def finish(process: subprocess.Popen[str], *, timeout: float = 400) -> Finished:
-    """Wait for a command, and kill its session if it takes longer than `timeout` seconds."""
+    """Wait for a command, and kill its session after `timeout` seconds."""
     try:
         printed, errors = process.communicate(timeout=timeout)
     except subprocess.TimeoutExpired:
@@ -163,7 +163,7 @@ def run(
     status: int = 0,
     timeout: float = 400,
 ) -> Finished:
-    """Run a command; check its exit status and that every logged value is plausible."""
+    """Run a command; check its exit status, and check that every logged value is plausible."""
     done = finish(launch(command, flags, launcher), timeout=timeout)
     assert done.status == status, f"ended with {done.status}:\n{done.printed}\n{done.errors}"
     if status == 0 and flags.get("run.dir"):

@@ -1,4 +1,4 @@
-"""Ray nodes on this machine, started with `ray start`, and a shell to run commands in."""
+"""Ray nodes that `ray start` starts on this machine, and a shell to run commands in."""
 
 from __future__ import annotations
 

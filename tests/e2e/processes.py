@@ -1,4 +1,4 @@
-"""The descendants of a process and whether they are still running (Linux only)."""
+"""Finds the descendants of a process that are still running (Linux only)."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A reward model behind `serve_rm`, in its own process."""
+"""A reward model that `serve_rm` serves in its own process."""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
 """Tests that each command runs with only its required flags and logs plausible values.
 
-Precision, schedules, batch sizes and algorithms have their default values. Other flags only set
-output paths or make a run small enough for a CPU: a tiny model, few rows, short responses.
+Precision, schedules, batch sizes and algorithms have their default values. All other flags set
+output paths, or make a run small enough for a CPU with a tiny model, few rows and short responses.
 """
 
 from __future__ import annotations
@@ -47,7 +47,8 @@ ROWS, BATCH = (
     128,
 )  # two full optimizer steps and one with the remaining 64 rows
 # `make test` runs only a few methods.
-# `make verify` runs all others, here with defaults or longer in tests/verify/test_learning.py.
+# `make verify` runs all other methods, here with defaults or for longer in
+# tests/verify/test_learning.py.
 SOME_METHODS = ("gae", "dapo")
 OTHER_METHODS = sorted(flag_sets().keys() - SOME_METHODS - LEARNING_RUNS.keys())
 

@@ -152,7 +152,7 @@ def test_table_has_one_row_per_data_source_and_a_total(pass_k: Finished) -> None
 
 @pytest.fixture(scope="module")
 def cluster(pass_k: Finished) -> Iterator[None]:
-    """Start Ray after `pass_k` is complete, because `pass_k` must find no running Ray."""
+    """Start Ray after `pass_k` is complete, because `pass_k` must not find Ray running."""
     ray.init(
         num_cpus=4, include_dashboard=False, log_to_driver=False, object_store_memory=256 << 20
     )

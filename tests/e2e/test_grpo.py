@@ -82,9 +82,9 @@ def workspace(own_folder: Path) -> Path:
 
 
 def grpo_flags(workspace: Path, folder: Path, **changes: Any) -> dict[str, Any]:
-    """Return flags for six steps of four prompts, with four samples of at most eight tokens each.
+    """Return flags for six steps of four prompts with four samples each.
 
-    All episodes are written to samples.jsonl.
+    Samples have at most eight tokens, and all episodes are written to samples.jsonl.
     """
     return {
         **small_grpo(workspace, folder, prompts=BATCH, samples=SAMPLES),

@@ -82,7 +82,7 @@ def scoring(workspace: Path, name: str, **changes: Any) -> dict[str, Any]:
 
 
 def infer(line: dict[str, Any]) -> list[dict[str, Any]]:
-    """Run the command in this process, and return the lines that it writes."""
+    """Run the command in this process, and return the lines that the command writes."""
     run_batch_inference(
         parse_config(BatchInferenceConfig, as_arguments(line), command="batch_inference")
     )

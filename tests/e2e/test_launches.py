@@ -144,7 +144,7 @@ def test_reward_model_trained_by_two_processes_matches_one_trained_by_a_single_p
 def offline(workspace: Path) -> dict[str, Finished]:
     """Run the offline commands in parallel, because they spend most of their time on imports.
 
-    Each command gets its own port, and is otherwise unchanged.
+    Each command gets its own port but is otherwise unchanged.
     """
     sft, rm = PRINTED["SFT"], PRINTED["RM"]
     lines = {"SFT": sft.text, "RM": rm.text}
@@ -208,7 +208,7 @@ class Cluster:
 def cluster(workspace: Path) -> Iterator[Cluster]:
     """Start a cluster with its own ports, folders and token.
 
-    The first node only accepts jobs. The second node has all processes that runs start.
+    The first node only accepts jobs. All processes started by runs are placed on the second node.
     """
     # Ray creates its sockets in `home`, and socket paths must be short.
     home = Path(tempfile.mkdtemp(prefix="ray-", dir="/tmp"))

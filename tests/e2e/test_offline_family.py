@@ -48,7 +48,7 @@ def digits(word: str) -> str:
 
 
 def rows_of(task: str, count: int, seed: int) -> list[dict[str, Any]]:
-    """Return toy data in which the correct answer repeats the word and digits are wrong.
+    """Return toy data: correct answers repeat the word, and wrong answers consist of digits.
 
     A reasoning step is correct if it consists of one of the first letters of the alphabet.
     """

@@ -1,4 +1,4 @@
-"""PPO on ranks that share sequences or layers gives the same numbers as in one process."""
+"""PPO on ranks that share sequences or layers gives the same numbers as PPO in one process."""
 
 from __future__ import annotations
 

@@ -162,7 +162,7 @@ def test_reward_mean_and_deviation_are_stored_with_the_model(reward_model: Path)
 def test_checkpoint_from_before_the_first_evaluation_has_its_own_reward_mean_and_deviation(
     workspace: Path, reward_model: Path
 ) -> None:
-    """The mean and deviation come from the first 100 pairs, as without --eval.dataset."""
+    """The mean and deviation come from the first 100 pairs, as in a run without --eval.dataset."""
     saved = reward_model / "ckpt" / "global_step5_hf"
     hf, tokenizer = (
         AutoModelForSequenceClassification.from_pretrained(saved).eval(),

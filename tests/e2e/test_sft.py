@@ -260,7 +260,7 @@ def test_resumed_run_logs_the_same_metrics_as_an_uninterrupted_run(
 def test_resumed_run_with_dropout_logs_the_same_metrics_as_an_uninterrupted_run(
     workspace: Path,
 ) -> None:
-    """SFT and a reward model use the same dropout masks after a checkpoint within an epoch."""
+    """An SFT or reward model run that is resumed within an epoch repeats the dropout masks."""
     save_tiny_model(workspace / "dropout", attention_dropout=0.3)
     pairs = [
         {"chosen": row["output"], "rejected": row["input"] + EOS} for row in task_rows(24, seed=3)
@@ -459,7 +459,8 @@ def test_mismatches_between_the_model_the_tokenizer_and_the_template_are_reporte
 ) -> None:
     """The tokenizer cannot encode the template.
 
-    The end-of-text token is not the model's, and the prompt format is not that of training.
+    The end-of-text token is not the model's, and the prompt format differs from the training
+    format.
     """
     model = workspace / "unlike"
     shutil.copytree(workspace / "model", model)

@@ -1,4 +1,4 @@
-"""Golden numbers, which record what the commands compute, for comparison with later commits.
+"""Golden numbers: recorded results of the commands, with which later commits are compared.
 
 `python -m tests.goldens.record` records all missing goldens. If goldens are named, as in
 `python -m tests.goldens.record configurations sft`, the command records the named goldens again.

@@ -134,7 +134,7 @@ def unpack(store: Path, kit: Path) -> None:
 
 
 def install(wheels: Path, site: Path, *, skip: tuple[str, ...] = ()) -> None:
-    """Install wheels into `site`, except those whose names begin with one of `skip`.
+    """Install wheels into `site`, except wheels whose names begin with an entry of `skip`.
 
     A *.tar.xz archive contains a site folder with packages that are already installed.
     """

@@ -36,7 +36,7 @@ OFFLINE = {
     "HF_HUB_OFFLINE": "1",
     "HF_DATASETS_OFFLINE": "1",
     "VLLM_NO_USAGE_STATS": "1",
-    "VLLM_USE_DEEP_GEMM": "0",  # avoids a search for kernels and their compilation at startup
+    "VLLM_USE_DEEP_GEMM": "0",  # avoids searching for kernels and compiling them at startup
     "VLLM_USE_FLASHINFER_SAMPLER": "0",  # prevents vLLM from importing FlashInfer
     "RAY_USAGE_STATS_ENABLED": "0",
     "PYTHONUNBUFFERED": "1",

@@ -1,4 +1,4 @@
-"""The process pool: user code can do anything to its own process but nothing to other processes."""
+"""The process pool: user code may do anything to its own process but cannot harm others."""
 
 from __future__ import annotations
 

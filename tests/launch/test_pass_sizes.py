@@ -1,4 +1,4 @@
-"""Tests for the notice, and its advice, about RL runs with one sample per micro-batch."""
+"""Tests for the notice about RL runs with one sample per micro-batch, and for its advice."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Gradient checkpointing of some layers, and offload of their inputs, change no results."""
+"""Tests that checkpointing some layers and offloading their inputs change no results."""
 
 from __future__ import annotations
 

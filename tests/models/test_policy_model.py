@@ -95,7 +95,7 @@ def test_batch_without_target_tokens_has_a_differentiable_zero_loss(packing: boo
 def test_forward_and_backward_hold_only_one_chunk_of_logits(
     packing: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The output layer dominates memory: 160 tokens, vocabulary 1024, width 32, chunks of 4."""
+    """The output layer dominates memory with 160 tokens, width 32 and a vocabulary of 1024."""
     monkeypatch.setattr(tensors, "CHUNK_LOGITS", 4 * 1024)
     config = tiny_config("llama", vocab_size=1024)
     model = as_model(AutoModelForCausalLM.from_config(config).float(), packing=packing)

@@ -1,4 +1,4 @@
-"""Tests for the layout check, which detects unsupported models by their outputs, not names."""
+"""Tests for the layout check, which detects unsupported models by their outputs, not by name."""
 
 from __future__ import annotations
 
@@ -376,7 +376,7 @@ def test_error_for_a_folder_without_a_model_contains_its_path(
 
 
 def longrope_config() -> PretrainedConfig:
-    """Return a configuration with 64 positions, extended from 16 by LongRoPE.
+    """Return a configuration with 64 positions, which LongRoPE extends from 16.
 
     Up to 16 tokens, all frequencies have their original values; above 16, some are lower.
     """

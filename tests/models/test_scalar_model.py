@@ -1,6 +1,7 @@
 """Reward models and critics: outputs, exported folders, ZeRO-3 and rejected models.
 
-Outputs are compared with plain Transformers, and packed rows with padded rows.
+Outputs are compared with those of plain Transformers, and packed rows are compared with padded
+rows.
 """
 
 from __future__ import annotations

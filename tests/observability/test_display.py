@@ -42,7 +42,7 @@ def test_rl_step_is_one_line():
 
 
 def test_supervised_step_shows_loss_and_learning_rate():
-    """In distillation, the displayed loss is the minimized one, not only the likelihood term."""
+    """In distillation, the displayed loss is the minimized loss, not only its likelihood term."""
     losses = {"train/gpt_loss": 3.0, "train/distil_loss": 1.5, "train/loss_mean": 2.25}
     line = line_of(losses | {"train/lr": 1e-4, "train/grad_norm": 1.0})
     assert line == "step  12/120 · loss  2.250 · lr 1.0e-04"

@@ -1,4 +1,4 @@
-"""Tests for logging to a full disk: nothing is raised, and lines are written when space is free."""
+"""Tests for logging to a full disk: no errors are raised, and logging resumes later."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from openrlhf.observability.log_file import LogFile
 from openrlhf.observability.recorder import Recorder
 from openrlhf.observability.run_folder import METRICS, read_lines
 
-FULL = Path("/dev/full")  # every write fails as on a full disk
+FULL = Path("/dev/full")  # every write fails, as it would on a full disk
 
 
 @contextmanager

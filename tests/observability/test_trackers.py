@@ -48,7 +48,10 @@ def init(**kwargs):
 
 
 class Recording:
-    """A tracker that records its calls. With `fails`, `log` raises from the second call on."""
+    """A tracker that records its calls.
+
+    If `fails` is set, `log` raises an error from the second call on.
+    """
 
     def __init__(self, *, fails: bool = False) -> None:
         self.fails = fails

@@ -69,7 +69,7 @@ PUBLISHED = {
 
 
 def write_models(folder: Path) -> dict[str, str]:
-    """Write a folder with a config.json for each model, and return their paths by name."""
+    """Write a folder with a config.json for each model, and return the folders by model name."""
     paths: dict[str, str] = {}
     for name, config in MODELS.items():
         (folder / name).mkdir()

@@ -122,7 +122,7 @@ def test_cpu_prediction_includes_what_a_gpu_run_keeps_in_cpu_memory() -> None:
 
 
 def test_zero_stages_shard_the_states_described_in_the_paper() -> None:
-    """Stage 1 shards the optimizer state, stage 2 gradients as well, and stage 3 weights as well.
+    """Stage 1 shards the optimizer state, stage 2 also gradients, and stage 3 also weights.
 
     Rajbhandari et al. 2020, arXiv:1910.02054, figure 1: 16 bytes per parameter with mixed
     precision, of which 12 are the optimizer state.

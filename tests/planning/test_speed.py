@@ -68,7 +68,7 @@ def role_of(configure: Configure, line: str) -> ModelRole:
 def test_kto_scores_both_texts_with_the_reference_and_one_with_the_policy(
     configure: Configure,
 ) -> None:
-    """The KL's text has no gradient: three forward passes in addition to training."""
+    """The KL's text needs no gradient, so there are three forward passes besides training."""
     policy = role_of(configure, f"kto {SFT_FLAGS}")
     tokens = ROWS * 2048
     once = scoring_seconds(policy, parse_cluster(CLUSTER), tokens=tokens, length=2048)
@@ -121,7 +121,7 @@ def test_sliding_window_layers_attend_to_fewer_tokens() -> None:
 
 
 def test_policy_scores_samples_only_if_an_update_needs_it(configure: Configure) -> None:
-    """With one optimizer step per batch and no KL, the ratio is 1 and no model scores."""
+    """With one optimizer step per batch and no KL, the ratio is 1, so no model has to score."""
     base = (
         "ppo --actor.model_name_or_path {llama2-7b} --algo.advantage.estimator rloo "
         "--rollout.n_samples_per_prompt 8 --rollout.batch_size 128 --train.batch_size 1024 "
@@ -149,7 +149,7 @@ def test_sharded_reference_gathers_its_weights(configure: Configure) -> None:
 def test_ranks_that_split_layers_exchange_the_states_of_all_their_tokens(
     configure: Configure,
 ) -> None:
-    """Per layer, 4 all-reduces of 2 bytes, each of which sends every state twice."""
+    """Each layer has 4 all-reduces of 2 bytes, and each all-reduce sends every state twice."""
     role = role_of(configure, f"sft {SFT_FLAGS} --ds.zero_stage 1 --ds.tensor_parallel_size 8")
     time = training_time(role, parse_cluster(CLUSTER), tokens=8192, length=2048)
     assert time.sent_bytes == 4 * 2 * 2 * 8192 * 32 * 4096
@@ -176,7 +176,7 @@ def test_tensor_parallelism_divides_layers_but_not_experts_or_logits() -> None:
 
 
 def test_full_cache_limits_the_sequences_that_an_engine_generates_at_once() -> None:
-    """A sequence of 3,072 tokens on average takes 1.5 GiB: 16 of them fit into 24.4 GiB."""
+    """A sequence of 3,072 tokens on average takes 1.5 GiB, so 16 sequences fit into 24.4 GiB."""
     shape = shape_from_config(MODELS["llama2-7b"])
     small, large = (EngineRole(shape=shape, memory_share=share) for share in (0.475, 0.95))
     seconds_of: list[float] = []

@@ -30,7 +30,7 @@ MEASURED = {
 }
 MEASURED_STEPS = (9844, 10006, 10206, 9862)  # MiB in the table of docs/gpu.md
 BATCH = Pass(tokens=16, longest=16, scored=16)
-SAMPLES = 2 * 2 * 4_000_000  # bytes of the samples that count changed weights
+SAMPLES = 2 * 2 * 4_000_000  # bytes of the samples with which changed weights are counted
 BUCKET = 500_000_000  # elements
 
 
@@ -63,7 +63,10 @@ def test_step_of_stage_1_in_bfloat16_holds_two_copies_of_the_gradients(policy: M
 
 
 def test_step_of_stage_1_in_float32_holds_the_reduce_bucket(policy: ModelRole) -> None:
-    """Weights, masters, two moments, gradients: 4 bytes each. Smaller steps need another 4."""
+    """Weights, masters, two moments and gradients take 4 bytes each per parameter.
+
+    If a model exceeds the bucket, the rank's sums take another 4 bytes per parameter.
+    """
     role = replace(policy, dtype="fp32")
     parameters = role.shape.parameters
     assert step_bytes(role) == 20 * parameters + 4 * BUCKET

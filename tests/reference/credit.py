@@ -62,7 +62,7 @@ def whiten(x: Row, mask: Mask, scale: bool = True) -> Row:
 def shaped(name: str, rewards: Row, groups: list[int]) -> Row:
     """Return the shaped reward of every sample.
 
-    Group estimators give 0 to a sample that is the only one in its group.
+    Group estimators give 0 to a sample that is the only sample in its group.
     """
     members = defaultdict(list)
     for i, group in enumerate(groups):

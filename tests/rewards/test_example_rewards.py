@@ -1,4 +1,4 @@
-"""The reward functions in examples/rewards, called as in a run."""
+"""The reward functions in examples/rewards, called as a run calls them."""
 
 from __future__ import annotations
 

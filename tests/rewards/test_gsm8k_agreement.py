@@ -1,4 +1,4 @@
-"""The math verifier compared with GSM8K's graded solutions to 1,319 problems by four models."""
+"""The math verifier compared with GSM8K's grades for four models' solutions to 1,319 problems."""
 
 from __future__ import annotations
 

@@ -345,7 +345,7 @@ class TestSampling:
 
     def test_seed_gives_the_same_tokens_in_any_batch(self, tied):
         alone = [tied.sample([p], seed=7)[0][1] for p in PROMPTS]
-        # vLLM treats each of these kinds differently.
+        # vLLM treats each kind of request differently.
         others = [{"seed": 1}, {"seed": None}, {"seed": None, "temperature": 0.0}]
         kinds = [SamplingParams(max_tokens=40, **each) for each in others]
         crowd = [tied.engine.generate.remote([i, 3], kinds) for i in range(8)]

@@ -29,7 +29,7 @@ JSON = st.recursive(
 
 @st.composite
 def anything(draw: st.DrawFn) -> Trajectory:
-    """Draw an episode with random values in all fields, including fields added later."""
+    """Draw an episode with random values in all fields, including fields that are added later."""
     length = draw(st.integers(0, 5))
     values = {name: st.from_type(hint) for name, hint in get_type_hints(Trajectory).items()}
     values |= {
@@ -89,7 +89,7 @@ def test_file_is_gzipped_json_lines_with_a_header(tmp_path: Path) -> None:
 
 
 def test_identical_episodes_are_written_as_identical_bytes(tmp_path: Path) -> None:
-    """A resumed run that generates the same samples writes the same files at any time."""
+    """A resumed run that generates the same samples writes the same files, whatever the time."""
     one, two = (written(tmp_path / name, episode(score=1.0)).file("step", 7) for name in "ab")
     assert one.read_bytes() == two.read_bytes()
 
@@ -146,7 +146,7 @@ def test_truncated_file_raises_an_error_wherever_it_ends(tmp_path: Path) -> None
 @IN_ONE_FOLDER
 @given(st.data())
 def test_flipped_bit_raises_an_error_or_is_harmless(tmp_path: Path, data: st.DataObject) -> None:
-    """A few bits of the gzip header, such as those of the date, are harmless."""
+    """A few bits of the gzip header, such as the date's bits, are harmless."""
     episodes = [episode(index, score=float(index), actions=5) for index in range(3)]
     folder = written(tmp_path, *episodes)
     content = bytearray(folder.file("step", 7).read_bytes())

@@ -59,7 +59,7 @@ async def send_while_busy(
 def batches_of(*requests: Texts, tokens: int = 100) -> tuple[list[Texts], list[list[float]]]:
     """Return the batches that are formed and the scores of each request.
 
-    All other requests are sent while the model scores the first one.
+    All other requests are sent while the model scores the first request.
     """
 
     async def ask() -> tuple[list[Texts], list[list[float]]]:

@@ -1,4 +1,4 @@
-"""Clients that connect but never complete a request, which must not block the server.
+"""Tests that clients that connect but never complete a request do not block the server.
 
 Other clients still get responses, and idle connections are closed.
 """

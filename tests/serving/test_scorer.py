@@ -1,4 +1,4 @@
-"""The scorer: scores match Transformers, long texts are truncated, bad models are rejected."""
+"""The scorer: scores match Transformers, long texts are truncated, and bad models are rejected."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def save_reward_model(path: Path, kind: str = "llama", **config: Any) -> Path:
 
 
 def scores(path: Path, texts: list[str] = TEXTS, **flags: Any) -> list[float]:
-    """Return the scores from a server with these flags, whose dots are written as `__`."""
+    """Return the scores from a server with these flags; `__` in a name stands for a dot."""
     values = {name.replace("__", "."): value for name, value in flags.items()}
     start = {
         "reward.model_name_or_path": str(path),

@@ -1,6 +1,6 @@
 """A script that runs as one rank of the averaged-weights test.
 
-The rank runs optimizer steps of an offline task, one of which is skipped, and resumes from a
+The rank runs optimizer steps of an offline task, skips one of the steps, and resumes from a
 checkpoint.
 """
 

@@ -1,4 +1,4 @@
-"""A rank of the tests that split an offline task's accumulation window in different ways.
+"""A script for one rank of the tests that split an offline task's accumulation window.
 
 The rank runs two optimizer steps of a tiny model in each given layout.
 """
@@ -70,7 +70,7 @@ FLAGS: dict[str, Any] = {
 
 
 def words(step: int) -> list[list[int]]:
-    """Return a prompt and two answers for each row, which are the same in every process."""
+    """Return a prompt and two answers for each row; all processes get the same texts."""
     generator = torch.Generator().manual_seed(step)
     lengths = torch.randint(2, 9, (3 * ROWS,), generator=generator).tolist()
     return [torch.randint(4, 60, (n,), generator=generator).tolist() for n in lengths]

@@ -273,7 +273,7 @@ Rewarded = tuple[AsyncSource, SlowEngines, SlowReward]
 
 @pytest.fixture
 def rewarded(loop: BackgroundLoop) -> Iterator[Callable[..., Rewarded]]:
-    """Return a source without partial rollouts whose samples and rewards wait for test events."""
+    """Return a source whose samples and rewards wait for test events; partial rollouts are off."""
     made: list[AsyncSource] = []
 
     def make(*, agents: bool = False) -> Rewarded:

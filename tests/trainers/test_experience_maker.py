@@ -52,7 +52,7 @@ def maker_of(wanted: Any = (), *, kl_coef: float = 0.1, **changes: Any) -> Exper
     return ExperienceMaker(config, wanted)
 
 
-# There are two one-token prompts with two samples each, of 2, 1, 1 and 3 sampled tokens.
+# There are two one-token prompts with two samples each; the samples have 2, 1, 1 and 3 tokens.
 ACTIONS = [2, 1, 1, 3]
 ROWS = [slice(0, 3), slice(3, 5), slice(5, 7), slice(7, 11)]
 ROOT = math.sqrt(0.5)  # group-normalized rewards 1 and 0 are ±0.5 / √0.5

@@ -1,4 +1,4 @@
-"""Tests for dynamic filtering: each step's prompts, how many are drawn, and that none is lost."""
+"""Tests for dynamic filtering: each step's prompts, the number of draws, and no lost prompts."""
 
 from __future__ import annotations
 
@@ -142,7 +142,7 @@ class Decoder:
 
 
 class Table:
-    """A table of rewards by dataset row, given by a reward function or later by a reward model."""
+    """Rewards by dataset row, given either by a reward function or later by a reward model."""
 
     reads = ()
 
@@ -283,7 +283,7 @@ def test_no_kept_prompt_is_lost_and_no_unneeded_prompt_is_drawn(
 ) -> None:
     """The result does not depend on the order in which samples finish.
 
-    A run resumed after any step continues like an uninterrupted one.
+    A run resumed after any step continues like an uninterrupted run.
     """
     if by_model:
         rows = [scores if None not in scores else GOOD for scores in rows]

@@ -1,4 +1,4 @@
-"""Offline losses hold one chunk of logits at a time, of the student and of the teacher."""
+"""Tests that offline losses hold only one chunk of the student's or teacher's logits at a time."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ def models(tmp_path_factory: pytest.TempPathFactory) -> tuple[str, str]:
 def loss_and_gradients(
     name: str, models: tuple[str, str], monkeypatch: pytest.MonkeyPatch, rows: int
 ) -> tuple[dict[str, Any], int, int]:
-    """Return the loss and gradients by name, the largest tensor, and the number of logits."""
+    """Return the loss and the gradients, the largest tensor's size, and the number of logits."""
     ds = DeepSpeedConfig(param_dtype="fp32", packing_samples=True, attn_implementation="sdpa")
     task = task_of(name, *models, ds)
     model = task.load_model().train()

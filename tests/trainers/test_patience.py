@@ -1,6 +1,6 @@
 """Tests for --eval.patience in both training loops: when a run ends and which weights it exports.
 
-A resumed run ends at the same step as an uninterrupted one. The model is a single number: the step
+A resumed run ends at the same step as an uninterrupted run. The model is a single number: the step
 that produced the model. Evaluation results are predefined.
 """
 

@@ -1,4 +1,4 @@
-"""Tests for AdamW with 8-bit moments against float64, and for resumed runs, in all layouts."""
+"""Tests of AdamW with 8-bit moments in all layouts: against float64, and after a resume."""
 
 from __future__ import annotations
 

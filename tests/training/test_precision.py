@@ -140,7 +140,7 @@ def test_steps_smaller_than_bfloat16_spacing_accumulate_in_every_zero_stage(
 def test_master_weights_of_a_new_engine_are_not_rounded(
     models: Path, measured: Measured, case: Case
 ) -> None:
-    """A float32 run initializes the same adapters and heads, so both can be compared too."""
+    """A float32 run initializes adapters and heads identically, so they can be compared too."""
     kind, stored, _, _ = case
     found = measured(case)
     check(found, models / stored, kind)

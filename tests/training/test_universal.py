@@ -119,7 +119,7 @@ def test_run_resumes_in_a_different_layout(
 
 
 def check_resumed(folder: Path, tolerance: float) -> None:
-    """Check that the resumed run ends like the uninterrupted one."""
+    """Check that the resumed run ends like the uninterrupted run."""
     half, whole, rest = (
         torch.load(f"{folder}-{part}/found.pt") for part in ("half", "whole", "rest")
     )

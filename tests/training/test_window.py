@@ -37,7 +37,7 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> str:
 
 @pytest.fixture(scope="module")
 def plain(model: str) -> dict[str, Any]:
-    """Take the same steps in a plain float64 torch loop, with full logits row by row."""
+    """Take the same steps in a plain float64 torch loop that computes full logits row by row."""
     hf = AutoModelForCausalLM.from_pretrained(model, dtype=torch.float64)
     optimizer = torch.optim.AdamW(
         hf.parameters(),

@@ -14,7 +14,7 @@ END = "<eos>"
 def reward_func(
     queries: list[str], prompts: list[str], labels: list[str]
 ) -> dict[str, list[float]]:
-    """Return one reward per query, which is a prompt and its response with special tokens."""
+    """Return one reward per query; a query is a prompt and its response, with special tokens."""
     answers = [query.removeprefix(prompt) for query, prompt in zip(queries, prompts, strict=True)]
     pairs = list(zip(answers, labels, strict=True))
     return {

@@ -41,7 +41,7 @@ NEW_TOKENS, HELD_OUT, HELD_OUT_SAMPLES = 8, 400, 4
 
 @dataclass(frozen=True, kw_only=True)
 class Setting:
-    """The flags of a run that differ from the defaults."""
+    """A run's flags that differ from the defaults."""
 
     lr: float
     warmup: float  # as a fraction of the optimizer steps

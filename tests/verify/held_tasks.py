@@ -94,7 +94,7 @@ def write_rows(path: Path, rows: Sequence[dict[str, str]]) -> None:
 
 
 def wrong_answer(answer: str, draw: random.Random) -> str:
-    """Return a near miss, such as a trained model would give.
+    """Return a near miss, like the wrong answers of a trained model.
 
     A number is off by up to 3; in a string, one letter is replaced, omitted or repeated.
     """

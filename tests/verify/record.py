@@ -3,7 +3,7 @@
 A record contains the commit and the date. `Verified` is a pytest plugin that tests/conftest.py
 registers. The plugin writes each outcome as soon as the test ends, so that an aborted session loses
 nothing, and skips tests that have already passed on the same code. `--shard 2/5` selects one of
-five parts of the tests, all of which take about the same time.
+five parts of the tests; all parts take about the same time.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from tests.verify.results import FOLDER, packages
 
 RECORDS = FOLDER / "verify.jsonl"
 PAGE = FOLDER / "verify.md"
-# The paths of the code that verification depends on, which excludes pages and records.
+# The paths of the code that verification depends on; pages and records are excluded.
 CODE = ("openrlhf", "tests", "examples", "benchmarks", "pyproject.toml", "requirements")
 UNKNOWN_SECONDS = 60.0  # assumed duration of a test without a record
 # If a file takes longer than this limit, its tests are distributed across shards one by one.
@@ -156,8 +156,8 @@ def write_page() -> None:
 def shard_of(tests: Sequence[str], seconds: dict[str, float], part: int, parts: int) -> set[str]:
     """Return the tests of one of `parts` shards (`part` counts from 1).
 
-    Shards take about the same time. The tests in a file stay together because they share their
-    setup, unless the file takes too long.
+    Shards take about the same time. Unless a file takes too long, its tests stay together because
+    they share their setup.
     """
     files: defaultdict[str, list[str]] = defaultdict(list)
     for test in tests:

@@ -1,4 +1,4 @@
-"""Tests GRPO on each GSM8K prompt once, as chat messages with rewards from the math verifier."""
+"""Tests one epoch of GRPO on GSM8K, with chat prompts and rewards from the math verifier."""
 
 from __future__ import annotations
 

@@ -19,7 +19,7 @@ RECORDS = FOLDER / "held_tasks.jsonl"
 
 
 def record(chain: Chain) -> None:
-    """Record a chain, replacing the chain of the same task, precision and seed; write the page."""
+    """Record a chain, replace any chain of that task, precision and seed, and write the page."""
     lines = RECORDS.read_text(encoding="utf-8").splitlines() if RECORDS.exists() else []
     kept = {(row["task"], row["dtype"], row["seed"]): row for row in map(json.loads, lines)}
     kept[chain.task, chain.dtype, chain.seed] = asdict(chain) | {"versions": versions()}

@@ -1,6 +1,6 @@
 """Tests for training a reward model on all HH-RLHF pairs, with a kill and a resume halfway.
 
-PPO then trains on the prompts of all pairs with the resulting reward model.
+With the resulting reward model, PPO then trains on the prompts of all pairs.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ VOCABULARY = 2048
 
 
 def make_model(folder: Path, texts: list[str], marks: Sequence[str] = ()) -> Path:
-    """Save a random model with 0.3 million parameters and a tokenizer trained on the texts.
+    """Save a random model with 0.3 million parameters, and train a tokenizer on the texts.
 
     `marks` are strings that become single tokens.
     """

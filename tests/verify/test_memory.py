@@ -14,7 +14,7 @@ from tests.ranks import ROOT
 
 pytestmark = pytest.mark.verify
 LARGEST_ERROR = 0.1
-# Names of measured cases: stages 1 to 3, one and two ranks, both data types.
+# Names of the measured cases: stages 1 to 3, with one and two ranks and with both data types.
 CASES = (
     "llama-27M, policy, zero 1",
     "llama-27M, policy, zero 2, ranks 2, bf16",

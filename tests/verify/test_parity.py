@@ -98,7 +98,7 @@ def test_training_in_a_layout_equals_training_in_one_process(layout: str, tmp_pa
 
 
 def record(layout: str, compared: Iterable[tuple[Case, Errors | str]]) -> None:
-    """Record the errors of a layout's cases, replacing earlier ones, and write the page."""
+    """Record the errors of a layout's cases, replace earlier records, and write the page."""
     records = [each for each in read_records() if each.layout != layout]
     for case, errors in compared:
         if isinstance(errors, str):

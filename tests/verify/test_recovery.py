@@ -50,7 +50,7 @@ class Watched:
             self.lines.append((time.monotonic(), line))
 
     def wait_for(self, pattern: str, *, after: float = 0.0) -> float:
-        """Return the time of the first matching line printed after a given time, waiting for it."""
+        """Wait for the first matching line printed after a given time, and return its time."""
         deadline = time.monotonic() + 200
         while time.monotonic() < deadline:
             for moment, line in list(self.lines):

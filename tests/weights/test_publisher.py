@@ -1,4 +1,4 @@
-"""The publisher's calls, their order, and how it handles failures, tested with fake processes."""
+"""Tests of the publisher's calls, their order, and its failure handling, with fake processes."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Receipts: a matching receipt is accepted, and one with any difference is rejected."""
+"""Receipts: a matching receipt is accepted, and a receipt with any difference is rejected."""
 
 from __future__ import annotations
 

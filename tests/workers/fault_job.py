@@ -23,7 +23,7 @@ from tests.loading import load_spec
 from tests.workers.policy_job import KL_COEF, Policy, batch, role_settings, strategy_of, weights_of
 
 BROKEN = "hf.model.layers.1.mlp.up_proj.weight"
-LIMITS = MicroBatchLimits(size=2, packed=True)  # with a fixed size, rows keep their order
+LIMITS = MicroBatchLimits(size=2, packed=True)  # with a size limit, rows keep their order
 POISONED_ROW = 7  # the last rank's last row, in its second micro-batch
 NAN = float("nan")
 

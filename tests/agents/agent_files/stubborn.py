@@ -1,4 +1,4 @@
-"""An agent whose label selects how it resists cancellation, or disturbs other episodes."""
+"""An agent that resists cancellation or disturbs other episodes in the way its label selects."""
 
 import asyncio
 import mmap

@@ -1,4 +1,4 @@
-"""An agent with two turns, each after a random and occasionally long wait.
+"""An agent with two turns, each of which begins after a random and occasionally long wait.
 
 The reward is the share of the letter `a` in the response.
 """

@@ -1,4 +1,4 @@
-"""A typical user's reward file: an exact match, with a metric and a line on stdout."""
+"""A typical user's reward file: checks for an exact match, adds a metric and prints a line."""
 
 from neighbour import normalised  # a file in the same folder
 

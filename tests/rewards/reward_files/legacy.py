@@ -1,4 +1,4 @@
-"""Reward functions in the style of older releases: other signatures, tensors instead of dicts."""
+"""Reward functions in the style of older releases, with other signatures and tensors."""
 
 import torch
 

@@ -186,7 +186,7 @@ def stop_everybody() -> None:
 
 
 def kill_my_parent() -> None:
-    """Kill the process that monitors this one."""
+    """Kill the process that monitors this process."""
     os.kill(os.getppid(), signal.SIGKILL)
     time.sleep(1000)
 
@@ -199,7 +199,7 @@ def leave_a_daemon_and_kill_my_group(pids: str) -> None:
 
 
 def start_in_background(count: int) -> int:
-    """Start processes from a shell without waiting for them."""
+    """Start processes from a shell, and do not wait for them."""
     for _ in range(count):
         subprocess.run("true &", shell=True, check=True)
     return count
