@@ -297,9 +297,9 @@ def load_rows(
     """Return the tokenized training and evaluation rows.
 
     The detected columns and text format are stored in the task's configuration. --data.max_samples
-    limits only the training rows. If `follows` is true, the text format defaults to the one that
-    the model was trained with. Raises DataError, including for a frozen model with a different
-    vocabulary.
+    limits only the training rows. If `follows` is true, the default text format is the format in
+    which the model was trained. Raises DataError for invalid data, and for a frozen model with a
+    different vocabulary.
     """
     config = task.config
     trusted = config.model.trust_remote_code

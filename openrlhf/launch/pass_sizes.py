@@ -15,7 +15,7 @@ CPU_TOKENS = 1024  # on a CPU, larger passes are hardly faster and need much mor
 
 
 def check_pass_sizes(config: PPOConfig, longest_prompt: int, *, on_gpus: bool) -> list[Finding]:
-    """Return a notice if micro-batches contain only one sample although more would fit.
+    """Return a notice if each micro-batch contains only one sample, even though more would fit.
 
     Sizes set by the user are not checked. `longest_prompt` is in tokens.
     """

@@ -3,8 +3,9 @@
 A stage is skipped if it is done and its inputs have not changed.
 
 For each stage, the pipeline's folder contains a subfolder, the stage's flags (<stage>.yaml, read
-with --config) and its record (<stage>.json, which lists the inputs that produced the result).
-Before a stage is rerun from the start, its old folder and record are moved to earlier/<n>/.
+with --config) and the stage's record (<stage>.json, which lists the inputs that produced the
+result). Before a stage is rerun from the start, its old folder and record are moved to
+earlier/<n>/.
 """
 
 import json
@@ -41,7 +42,7 @@ from openrlhf.reporting import alert, say
 from openrlhf.termination import asked, exit_on_signals
 
 # Flags for output paths, which the pipeline sets relative to the stage's folder.
-# An empty value means the path of the result.
+# An empty value stands for the path of the stage's result.
 PLACES = {"run.dir": ".", "ckpt.output_dir": "", "output_path": "", "ckpt.path": "checkpoints"}
 # Flags that name a model to train.
 TRAINED = {"model.model_name_or_path", "actor.model_name_or_path", "critic.model_name_or_path"}
@@ -57,7 +58,8 @@ STAGE_END_TIMEOUT_S = 60.0  # delay between SIGTERM and SIGKILL
 def run_pipeline(config: PipelineConfig) -> None:
     """Check all stages, then run the unfinished stages.
 
-    Raises ConfigError, or SystemExit with the exit status of a failed stage.
+    Raises ConfigError if a check fails, and SystemExit with the stage's exit status if a stage
+    fails.
     """
     with exit_on_signals():
         file = Path(config.file)
@@ -88,7 +90,7 @@ class Pipeline:
     finished: dict[str, float | None] = field(default_factory=dict[str, float | None])
 
     def check_all(self) -> None:
-        """Write the flags of every stage. Raises ConfigError with the errors of all stages."""
+        """Write the flags of every stage. Raises ConfigError, listing the errors of all stages."""
         errors: list[str] = []
         for stage in self.stages:
             errors += [f"{self.file}: stage {stage.name}: {text}" for text in self.check(stage)]
@@ -225,7 +227,7 @@ class Pipeline:
         return file
 
     def precision(self, stage: Stage) -> dict[str, Any]:
-        """Return the flags that keep float32 weights for a later stage that trains the result."""
+        """Return the flags that export float32 weights if a later stage trains the result."""
         if not self.is_trained_further(stage):
             return {}
         kept = PRECISION.get(stage.command, {"ckpt.export_fp32": True})
@@ -419,7 +421,7 @@ def execute(words: Sequence[str], lock: int | None) -> int:
 
 
 def search_path() -> str:
-    """Return the search path for programs, starting with the folder of this Python."""
+    """Return the search path for programs, starting with the running Python's folder."""
     return f"{Path(sys.executable).parent}{os.pathsep}{os.environ.get('PATH', '')}"
 
 

@@ -53,7 +53,7 @@ def write_pipeline_report(path: Path, results: Sequence[Result], *, title: str) 
 
 
 def seed_tables(groups: Mapping[str, Sequence[Mapping[str, float]]]) -> list[list[list[str]]]:
-    """Return a table with one row per group: means ± half their 95 % confidence intervals.
+    """Return a table of means ± half the width of their 95 % confidence intervals, a row per group.
 
     `groups` maps each group to the metrics of its stages. Returns an empty list if there are no
     metrics.

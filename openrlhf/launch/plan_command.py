@@ -60,7 +60,7 @@ def planned_config(command: str, words: Sequence[str], cluster: Cluster) -> Any:
     """Resolve the configuration of a training command on a cluster.
 
     Raises ConfigError for mistakes in flags set by the user. Requirements that do not affect
-    memory, such as data and rewards, may be missing; a notice lists them.
+    memory, such as data and rewards, may be missing; a notice lists the missing requirements.
     """
     machine.only_plans = True
     machine.cluster_gpus = 0

@@ -59,7 +59,7 @@ def plan_lines(plan: Plan | None) -> list[str]:
 
 
 def memory_findings(config: Any, plan: Plan | None) -> list[Finding]:
-    """Return a warning with the nearest settings that fit, if the run is not expected to fit.
+    """If the run is not expected to fit, return a warning that lists the nearest settings that fit.
 
     The finding is a failure only if the weights alone do not fit.
     """

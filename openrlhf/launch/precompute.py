@@ -20,7 +20,7 @@ from openrlhf.training.engine import TrainEngine
 
 
 class Scored:
-    """Rows with the summed log-probabilities of their answers under the reference model."""
+    """Rows, with the summed log-probability of each answer under the reference model."""
 
     def __init__(self, rows: Rows, sums: list[list[float]]) -> None:
         self.rows = rows
@@ -35,7 +35,7 @@ class Scored:
 
 
 def with_reference(task: Any, rows: Rows, engine: TrainEngine) -> Scored:
-    """Return the rows with Σ log π_ref of their answers. Collective.
+    """Return the rows, with Σ log π_ref of each answer. Collective.
 
     The sums are read from the file of an earlier run with the same rows and reference model. If
     there is no such file, the sums are computed and written to a file.

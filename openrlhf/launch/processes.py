@@ -59,7 +59,7 @@ class Processes:
 def make_hosts(
     group: HostGroup, machines: Sequence[Machine], ds: DeepSpeedConfig, *, on_gpus: bool
 ) -> HostHandles:
-    """Create the processes of `group` on the given machines, without connecting them."""
+    """Create the processes of `group` on the given machines. Do not connect the processes yet."""
     layout = RankLayout.from_flags(ds, processes=group.processes)
     threads = openmp_threads(group.most_per_machine)
     return HostHandles(group, machines, layout, on_gpus=on_gpus, threads=threads)

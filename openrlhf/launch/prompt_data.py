@@ -44,7 +44,7 @@ def load_prompts(config: PPOConfig, *, started: str = "", follows: bool = True) 
     """Return the tokenizer, the prompts and the pretraining text of an RL run.
 
     `started` is the time of the run's first start, used by chat templates that render the date. If
-    `follows` is true, the text format defaults to the one that the policy was trained with. Raises
+    `follows` is true, the default text format is the format in which the policy was trained. Raises
     DataError or ModelError.
     """
     data = config.data
@@ -176,9 +176,9 @@ def prompts_of(
 ) -> T:
     """Convert rows to prompts with `rows_of` and the --data.* columns and templates.
 
-    `model` is the flag and value that select the tokenizer's model. The model's training format
-    becomes the default; if `model` is None, there is no default format. `generates` is true if the
-    model generates responses to these prompts. Raises DataError.
+    `model` consists of the flag that names the tokenizer's model, and the flag's value. The model's
+    training format becomes the default; if `model` is None, there is no default format. `generates`
+    is true if the model generates responses to these prompts. Raises DataError.
     """
     answers = "output_key"
     if config.reward.needs_labels:

@@ -1,7 +1,7 @@
 """Ends or restarts a command whose Ray cluster has died.
 
-After the cluster has died, any further Ray call could kill this process
-(`cluster/ray_watch.py`), so the main thread is blocked. The thread that detected the failure exits
+After the cluster has died, any further Ray call could kill this process (see
+`cluster/ray_watch.py`), so the main thread is blocked. The thread that detected the failure exits
 the process, or replaces it with the same command, which starts a new Ray cluster.
 """
 
@@ -107,7 +107,7 @@ def can_replace_process() -> bool:
 
 
 def replace_process(flags: list[str]) -> NoReturn:
-    """Replace this process with the same command plus additional flags."""
+    """Replace this process with a new run of its command, with additional flags."""
     sys.stdout.flush()
     os.execv(sys.executable, [sys.executable, *sys.orig_argv[1:], *flags])
 

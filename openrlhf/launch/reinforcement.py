@@ -177,7 +177,7 @@ def show_plan(config: PPOConfig, data: PromptData, plan: Placement, memory: Plan
 def show_prompts(
     config: settings.SamplingCommand, prompts: PromptDataset, rows: Iterable[int] | None = None
 ) -> None:
-    """Print the prompt format, and the first prompts as the policy sees them.
+    """Print the prompt format, and print the first prompts as the policy sees them.
 
     Prompts that are too long are truncated.
     """

@@ -10,8 +10,9 @@ from openrlhf.rollout.episode_files import EpisodeFolder
 
 
 def start_of_episodes(config: PPOConfig) -> FirstStart:
-    """Return the start time and text format of the run that recorded --rollout.replay_dir. If there
-    are no episodes to replay, return the start time and text format of this run.
+    """Return the start time and text format of the run that recorded the episodes to replay.
+
+    If there are no such episodes, return the start time and text format of this run.
     """
     if config.rollout.replay_dir:
         folder = EpisodeFolder(config.rollout.replay_dir)
@@ -22,7 +23,7 @@ def start_of_episodes(config: PPOConfig) -> FirstStart:
 
 
 def replay_folder(config: PPOConfig, data: PromptData, *, done: int) -> EpisodeFolder | None:
-    """Check and return the --rollout.replay_dir folder, or return None if the flag is not set.
+    """Check the --rollout.replay_dir folder and return it, or return None if the flag is not set.
 
     The run has completed `done` steps. Reads the first line of each file and the complete file of
     the next step. Raises DataError if the folder has no episodes, lacks a step, or was written by a

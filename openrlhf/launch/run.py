@@ -264,8 +264,8 @@ class Run:
     ) -> Source:
         """Return the episode source.
 
-        The source also runs the stages that can run on one prompt's samples, before the batch is
-        complete.
+        Before a batch is complete, the source also runs the stages that need only one prompt's
+        samples.
         """
         config = self.config
         early: list[Stage] = []
@@ -355,7 +355,7 @@ def make_stages(config: PPOConfig, groups: Mapping[str, WorkerGroup]) -> list[St
 def _asks_policy(stage: Stage) -> bool:
     """Return whether the policy computes this stage's column.
 
-    The policy cannot score rows while it is being updated, and π_old is the policy at the start of
-    the update.
+    The policy cannot score rows while it is being updated. π_old is the policy at the start of the
+    update.
     """
     return isinstance(stage, ColumnStage) and stage.by.role == "actor"

@@ -26,10 +26,10 @@ from openrlhf.workers.frozen import RewardModelSettings
 # Commands that use engines and reward models.
 SamplingCommand = PPOConfig | EvaluationConfig | BatchInferenceConfig
 ENGINE_PROBE_TOKENS = 8  # tokens sampled per prompt to compare the engines with the trainer
-# The largest mean difference between log-probabilities explained by rounding, in nats.
+# The largest mean difference between log-probabilities that rounding can explain, in nats.
 FP32_TOLERANCE = 0.01
 BF16_TOLERANCE = 0.2
-# substrings of the configuration keys that set dropout and router jitter rates
+# substrings of the configuration keys for dropout and router jitter rates
 RANDOM_LAYERS = ("dropout", "pdrop", "jitter")
 
 
@@ -47,7 +47,7 @@ def has_dropout(config: PPOConfig) -> bool:
 
 
 def _has_random_layers(entries: dict[str, Any]) -> bool:
-    """Return whether a configuration, or one nested in it, has a nonzero dropout or jitter rate."""
+    """Return whether a (possibly nested) configuration has a nonzero dropout or jitter rate."""
     for name, value in entries.items():
         if isinstance(value, dict):
             if _has_random_layers(value):
@@ -80,7 +80,7 @@ def located(path: str) -> str:
 
 
 def trained_settings(config: PPOConfig, path: str, steps: int) -> RoleSettings:
-    """Return the worker settings of the policy or critic, trained for `steps` optimizer steps."""
+    """Return the worker settings of a policy or critic that trains for `steps` optimizer steps."""
     load = load_spec(config, path).trained(config.actor, config.ds.lora, config.train.seed)
     return RoleSettings(config=config, load=load, total_steps=steps)
 

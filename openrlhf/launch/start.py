@@ -108,7 +108,7 @@ def import_preparation() -> Prepare:
 
 
 class Restarts:
-    """Restart count of a run (--train.max_restarts), including restarts of replaced processes.
+    """Restart count of a run (--train.max_restarts), including the replaced processes' restarts.
 
     `config.given` contains --ckpt.load_enable only if the user passed it. Without
     --ckpt.load_enable, a restarted run resumes only its own checkpoints, not those of another run

@@ -24,7 +24,7 @@ PREFIX = "base_model.model."  # prefix of tensor names in PEFT's files
 def with_adapters(
     model: PreTrainedModel, lora: LoraConfig, *, path: str, seed: int, head: str | None = None
 ) -> PreTrainedModel:
-    """Add new adapters, which initially leave the outputs unchanged, to the model from `path`.
+    """Add new adapters to the model from `path`. New adapters do not change its outputs.
 
     Only the adapters and the scalar `head` are trained. The adapters are in float32 and depend only
     on `seed`, so all ranks get the same adapters. Raises UserError for target modules that the

@@ -1,4 +1,4 @@
-"""The decoder below an output head; runs flat tokens as a packed row or a right-padded block."""
+"""Runs a model's decoder on flat tokens, either as a packed row or as a right-padded block."""
 
 import sys
 from dataclasses import dataclass, replace
@@ -25,8 +25,8 @@ ATTENTION_TYPES = {"full_attention", "sliding_attention"}
 class Outputs(NamedTuple):
     """One value or vector per position, plus the load-balancing loss of a mixture of experts.
 
-    The loss is None if the loss was not requested. The class is a tuple because ZeRO 3 hooks only
-    inspect tuples.
+    The loss is None if it was not requested. The class is a tuple because ZeRO 3 hooks inspect only
+    tuples.
     """
 
     values: Float[Tensor, "K ..."]
@@ -59,7 +59,7 @@ class Decoded:
     def column(
         self, values: Float[Tensor, "n ..."], places: Int[Tensor, " n"] | None = None
     ) -> Float[Tensor, "N ..."]:
-        """Combine the values of all ranks, each at its position, with 0 elsewhere.
+        """Return a tensor with the values of all ranks at their positions, and 0 elsewhere.
 
         Without `places`, the values belong to the states' own positions. All ranks of a ring must
         call this method.
@@ -155,8 +155,8 @@ class HeadedModel(nn.Module):
     def decode(self, tokens: Int[Tensor, " N"], offsets: Int[Tensor, " B+1"]) -> Decoded:
         """Compute the last hidden states and, if requested, the load-balancing loss.
 
-        No sequence attends to another sequence, and packing, padding and a ring give the same
-        results.
+        No sequence attends to another sequence. The results do not depend on packing, padding or a
+        ring.
         """
         decoder: Any = self.hf.get_decoder()
         num_tokens = len(tokens)
@@ -165,7 +165,7 @@ class HeadedModel(nn.Module):
         arguments: dict[str, Any] = {}
         # positions of this rank's tokens in the decoder's flat output
         rows: Tensor | slice = slice(None)
-        # positions of this rank's tokens in the batch, if it has only a part of them
+        # positions of this rank's tokens in the batch, if the rank has only a part of the batch
         places: Tensor | None = None
         if self.ring:
             row = RingRow(self.ring, offsets.diff().tolist())

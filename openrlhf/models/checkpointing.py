@@ -17,7 +17,7 @@ from openrlhf.config.flags import UserError
 def checkpoint_layers(
     model: PreTrainedModel, *, every: int = 1, reentrant: bool = False, offload: bool = False
 ) -> None:
-    """Let every `every`-th layer keep only its input, and run again in the backward pass.
+    """Make every `every`-th layer keep only its input and run again in the backward pass.
 
     With `offload`, the inputs stay in CPU memory until the backward pass. Raises UserError for a
     model whose layers do not support checkpointing.

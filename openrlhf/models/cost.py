@@ -15,9 +15,9 @@ from transformers import PretrainedConfig
 def attention_length(config: PretrainedConfig) -> int | None:
     """Return A, the length in tokens at which attention costs as much as products with weights.
 
-    N counts the weights that a token uses: its experts, and the output layer. L counts only layers
-    with full attention, because sliding windows and linear attention cost the same for every token.
-    Returns None if no layer has full attention; the cost is then linear.
+    N counts only the weights that a token uses, including its experts and the output layer. L
+    counts only layers with full attention, because sliding windows and linear attention cost the
+    same for every token. Returns None if no layer has full attention; the cost is then linear.
     """
     text: Any = config.get_text_config()
 

@@ -29,13 +29,14 @@ class LayerWeights(NamedTuple):
 
 
 class OutputHead(nn.Module):
-    """The output layer after the decoder: one linear layer, or an adapter around it.
+    """The output layer after the decoder: a linear layer, possibly wrapped in an adapter.
 
     The layer may be tied to the embeddings. The layer is a submodule of the head. The head reads
-    the layer's weights in its own forward pass, so that ZeRO 3 gathers them once per call. With one
-    gather per chunk, ranks would wait forever for a rank that has fewer chunks. With `precise`, the
-    product is computed in float32 regardless of the weights' dtype, because rewards need more than
-    8 bits of precision. A head with `precise` set returns only outputs.
+    the layer's weights in its own forward pass, so that ZeRO 3 gathers them once per call. If ZeRO
+    3 gathered the weights once per chunk, ranks would wait forever for a rank that has fewer
+    chunks. With `precise`, the product is computed in float32 regardless of the weights' dtype,
+    because rewards need more than 8 bits of precision. Such a head supports neither `scores` nor
+    `reduced`.
     """
 
     def __init__(self, layer: Any, *, precise: bool = False) -> None:
@@ -179,9 +180,9 @@ def _without_hooks(layer: nn.Module) -> Iterator[None]:
 
 
 def preceding(states: Float[Tensor, "N ..."], places: Int[Tensor, " K"]) -> Float[Tensor, "K ..."]:
-    """Return the states one token before each of `places`, which must not start a sequence.
+    """Return the states one token before each of `places`, none of which may start a sequence.
 
-    All reads of the previous token's state go through this function: if a sequence is split, that
-    token may be on another rank.
+    All reads of the previous token's state go through this function, because that token may be on
+    another rank if a sequence is split.
     """
     return states[places - 1]

@@ -121,7 +121,7 @@ def named_weights(model_class: Any, spec: LoadSpec, **more: Any) -> StoredWeight
     """Compare names and sizes of the stored weights with the architecture.
 
     Prints notices about unused weights, and about experts without adapters. Returns None for a
-    quantized model, whose names only its own loader can match.
+    quantized model, because only its own loader can match the names of its weights.
     """
     if getattr(configuration(spec), "quantization_config", None):
         return None
@@ -165,8 +165,8 @@ def read_model(
 def configuration(spec: LoadSpec) -> Any:
     """Return the stored configuration.
 
-    Raises ModelError for unreadable files, and for dynamic RoPE whose frequencies would depend on
-    the batch. Raises UserError if tensor parallelism cannot split the layers.
+    Raises ModelError for unreadable files, and if dynamic RoPE would make frequencies depend on the
+    batch. Raises UserError if tensor parallelism cannot split the layers.
     """
     if os.path.isdir(spec.path) and not os.path.exists(os.path.join(spec.path, "config.json")):
         files = ", ".join(sorted(os.listdir(spec.path))[:SHOWN_FILES]) or "none"
@@ -313,7 +313,7 @@ def explaining_failures(spec: LoadSpec) -> Iterator[None]:
     except (MemoryError, torch.OutOfMemoryError):
         raise
     except Exception as error:
-        # Transformers, its validation and the model's own code raise many types of errors.
+        # Transformers, its validation code and the model's own code raise many types of errors.
         raise ModelError(f"the model {spec.path} {_explain(error, spec)}") from error
 
 
@@ -329,7 +329,7 @@ def _explain(error: Exception, spec: LoadSpec) -> str:
         advice = "try --ds.attn_implementation eager"
         if spec.ds.packing_samples:
             # Eager attention handles packed rows correctly in only a few architectures.
-            # In other architectures, it appears correct only for short texts.
+            # In other architectures, it seems to be correct, but only for short texts.
             advice = "drop --ds.packing_samples"
         return f"does not support {spec.ds.attn_implementation} attention: {advice}. {error}"
     if isinstance(error, StrictDataclassError):  # a configuration that contradicts itself

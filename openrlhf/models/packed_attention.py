@@ -1,6 +1,7 @@
 """Attention over packed rows without the flash-attn package.
 
-On a GPU, PyTorch's own FlashAttention is used; elsewhere, one scaled-dot-product call per document.
+On a GPU, PyTorch's own FlashAttention is used. Elsewhere, each document gets its own
+scaled-dot-product call.
 
 The function is registered with Transformers under a name that is absent from the mask registry, so
 that no mask is built. The document boundaries are passed through the keyword arguments of

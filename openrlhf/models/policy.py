@@ -97,7 +97,7 @@ class LogitSource(NamedTuple):
 
 @dataclass(frozen=True, kw_only=True)
 class OwnStates:
-    """The states at K positions of a flat batch that are on this rank."""
+    """This rank's part of the states at K positions of a flat batch."""
 
     decoded: Decoded
     states: Float[Tensor, "k H"]
@@ -105,7 +105,10 @@ class OwnStates:
     count: int  # K
 
     def joined(self, values: Float[Tensor, "k ..."]) -> Float[Tensor, "K ..."]:
-        """Combine the values of all ranks, one per state. All ranks of a ring must call this."""
+        """Combine the values of all ranks, one per state.
+
+        All ranks of a ring must call this method.
+        """
         if self.decoded.places is None:
             return values
         return self.decoded.joined(values, self.rows, self.count)
@@ -124,7 +127,10 @@ class LogitModel(PolicyModel):
         at: Bool[Tensor, " N"],
         compute: Callable[["LogitModel", Tensor, Tensor, Tensor], T] = PolicyModel.forward,
     ) -> T:
-        """Return `compute(self, tokens, offsets, at)`. By default, score the tokens `at`."""
+        """Return `compute(self, tokens, offsets, at)`.
+
+        By default, score the tokens selected by `at`.
+        """
         return compute(self, tokens, offsets, at)
 
     def reduced(

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from openrlhf.models.packed_attention import unpacked
 
 PROBED_TOKENS = 16
-# Mean differences explained by rounding to the stored dtype, in standard deviations of the logits.
+# Mean differences that rounding to the stored dtype explains, in standard deviations of the logits.
 LARGEST_GAPS = {torch.float32: 1e-3, torch.float16: 0.05, torch.bfloat16: 0.2}
 # Median differences over the tokens, in standard deviations of the logits.
 # A larger difference cannot come from a different kernel or a different choice of experts.
@@ -60,7 +60,7 @@ def find_gap(expected: Tensor, found: Tensor, dtype: torch.dtype) -> LogitGap | 
     """Return the gap between logits or values, or None if rounding to the dtype explains it.
 
     The limit for different models holds for any kernel that computes the logits in this dtype. A
-    scalar head's values may be nearly equal at all tokens, so this limit is relative to their
+    scalar head's values may be nearly equal at all tokens, so their limit is relative to their
     magnitude instead of their standard deviation.
     """
     if expected.shape != found.shape:

@@ -28,7 +28,7 @@ ASSUMED_MAX_LEN = 4096  # tokens; used if the run's maximum sequence length is u
 BLOCK_ENTRIES = re.compile("block|chunk|compress_rate")
 # Configuration keys for the number of tokens or blocks kept by attention.
 KEPT_ENTRIES = re.compile("window|topk|top_k")
-# Configuration keys with similar names but a different meaning.
+# Configuration keys with similar names but different meanings.
 OTHER_ENTRIES = re.compile(
     "expert|group|layer|moe|mlp|prob|pattern|method|num_|stage|step|mamba|rope|patch|conv"
 )
@@ -37,7 +37,7 @@ MAX_GRADIENT_TOKENS = 1024
 # Length in tokens of the common prefix, which packed rows compute once.
 PREFIX_TOKENS = 8
 CHUNK_TOKENS = 256  # number of tokens whose logits are converted to float32 at a time
-# Largest relative gradient differences explained by rounding.
+# Largest relative gradient differences that rounding explains.
 GRADIENT_TOLERANCES = {torch.float32: 0.01, torch.float16: 0.1, torch.bfloat16: 0.5}
 UNPROVEN = (
     "Not checked: whether packing or padding changes the models' outputs. A run checks this first."
@@ -48,7 +48,7 @@ LARGEST_LEAK = 1e-5
 
 
 class _Case(NamedTuple):
-    """Two sequences in one batch, with the index of the sequence to compare."""
+    """Two sequences in one batch, and the index of the sequence to compare."""
 
     tokens: Tensor
     lengths: tuple[int, ...]
@@ -61,11 +61,11 @@ def prove_layout(model: nn.Module) -> list[Finding]:
     Scores two short sequences in the run's layout, packed or padded, and each sequence alone with
     plain Transformers. If the run's sequences are longer than the windows, blocks, top-k or token
     compression of the model's attention, two longer sequences are scored too. The log-probabilities
-    or values and one gradient must agree, and no token may depend on another sequence; the failure
-    names the layer types. Weights, gradients, RNG state and training mode stay unchanged. Under
-    ZeRO 3, all ranks must call this function, and the model may be wrapped in a DeepSpeed engine. A
-    model that is neither a PolicyModel nor a ScalarModel is not checked, because it lays out its
-    own batches.
+    or values and one gradient must agree, and no token may depend on another sequence. The failure
+    names the model's layer types. Weights, gradients, RNG state and training mode stay unchanged.
+    Under ZeRO 3, all ranks must call this function, and the model may be wrapped in a DeepSpeed
+    engine. A model that is neither a PolicyModel nor a ScalarModel is not checked, because it lays
+    out its own batches.
     """
     model = getattr(model, "module", model)
     if not isinstance(model, CheckedModel):
@@ -169,7 +169,7 @@ def _ordinary_tokens(model: CheckedModel, count: int) -> Tensor:
 
 
 def _find_fault(model: CheckedModel, case: _Case) -> str | None:
-    """Describe what is wrong with a sequence in the run's layout; return None if correct."""
+    """Return a description of a wrong result in the run's layout, or None if all are correct."""
     tokens = case.tokens
     offsets = offsets_of(case.lengths).to(tokens.device)
     own = torch.zeros_like(tokens, dtype=torch.bool)

@@ -26,11 +26,11 @@ aten: Any = torch.ops.aten
 
 
 class Block(NamedTuple):
-    """Queries and keys of one document paired on a rank, as indices into the ranks' parts."""
+    """Queries and keys of one document that meet on a rank, as indices into the ranks' parts."""
 
     queries: slice
     keys: slice
-    causal: bool  # a square on the diagonal; if false, all keys come before all queries
+    causal: bool  # True for a square on the diagonal; if False, all keys come before all queries
     distance: int = 0  # distance of the first query from the first key, in tokens
     window: int | None = None  # keys at this distance or beyond are hidden
 
@@ -139,7 +139,7 @@ def _moved(places: slice, by: int) -> slice:
 
 
 def _rectangle(queries: slice, keys: slice, window: int | None) -> Iterator[Block]:
-    """Yield the block of queries and earlier keys, without any that the window hides entirely."""
+    """Yield the block of queries and earlier keys, except those that the window hides entirely."""
     if window is None:
         yield Block(queries, keys, causal=False)
         return
@@ -178,7 +178,7 @@ def ring_attention(
 
 
 class _RingAttention(torch.autograd.Function):
-    """Autograd function with two head axes, for shared keys: (H_kv, H // H_kv, n, D)."""
+    """Autograd function. Queries that share keys have two head axes: (H_kv, H // H_kv, n, D)."""
 
     @staticmethod
     def forward(
@@ -278,7 +278,7 @@ def _shifted(ring: Ring, block: Tensor) -> Tensor:
 
 
 def _kernel_dtype(states: Tensor) -> torch.dtype:
-    """Return the dtype to compute in: on a CPU, float32, which halves the kernels' run time."""
+    """Return the dtype to compute in. On a CPU, float32 halves the kernels' run time."""
     if states.is_cuda:
         return states.dtype
     return torch.promote_types(states.dtype, torch.float32)
@@ -320,8 +320,7 @@ def _attend_backward(
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Return the gradients with respect to the queries, keys and values of one block.
 
-    `output` and `lse` are the results for the queries over all of their keys, not only the block's
-    keys.
+    `output` and `lse` are the queries' results over all keys, not only over the block's keys.
     """
     mask = block.mask(query)
     if not _has_kernel(query, value, mask):
@@ -360,7 +359,7 @@ def _has_kernel(query: Tensor, value: Tensor, mask: Tensor | None) -> bool:
 
 
 def _repeated(states: Tensor, query: Tensor) -> Tensor:
-    """Return keys or values once for each query head that shares them, without a copy."""
+    """Return keys or values, repeated for each query head that shares them, without copying."""
     return states[:, None].expand(-1, query.shape[1], -1, -1)
 
 

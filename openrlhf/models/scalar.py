@@ -54,7 +54,7 @@ class ScalarModel(HeadedModel):
         self.config.update({"mean": self.mean, "std": self.std})
 
     def forward(self, tokens: Int[Tensor, " N"], offsets: Int[Tensor, " B+1"]) -> Outputs:
-        """Return the value of every prefix of every sequence, in float32, at its last token."""
+        """Return the float32 value of each prefix of each sequence, at the prefix's last token."""
         decoded = self.decode(tokens, offsets)
         values = decoded.column(self.head.outputs(decoded.states)[:, 0])
         if self.normalize:
@@ -101,9 +101,9 @@ def load_scalar(
     `head_prefix` is the name of the head, unless the stored configuration has a
     `value_head_prefix`. Only this function can load an export whose head is not named "score".
     `reinit_head` replaces a stored head with a new one. `require_head` rejects a folder without a
-    head, whose rewards would be random. A new head is drawn from N(0, σ²) with σ = 1 / (hidden size
-    + 1). A new head depends only on `seed`, so all ranks get the same head. A new head resets the
-    stored mean and standard deviation. Raises ModelError if the model cannot be loaded.
+    head, because its rewards would be random. A new head is drawn from N(0, σ²) with σ = 1 /
+    (hidden size + 1). A new head depends only on `seed`, so all ranks get the same head. A new head
+    resets the stored mean and standard deviation. Raises ModelError if the model cannot be loaded.
     """
     config, declared = _configuration(spec, head_prefix)
     model_class = _model_class(config)

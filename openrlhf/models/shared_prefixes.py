@@ -77,7 +77,7 @@ def sharing(attend: Callable[..., tuple[Tensor, Any]]) -> Callable[..., tuple[Te
         query: Tensor,  # (1, H, M, D)
         key: Tensor,
         value: Tensor,
-        *mask: Any,  # may be in `options` instead
+        *mask: Any,  # may be passed in `options` instead
         shared_prefixes: SharedPrefixes | None = None,
         **options: Any,
     ) -> tuple[Tensor, Any]:

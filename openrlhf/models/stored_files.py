@@ -88,7 +88,7 @@ def check_can_be_exported(
                 config.save_pretrained(folder)
             tokenizer.save_pretrained(folder)
         except Exception as error:
-            # Transformers, its validation and the model's own code raise many types of errors.
+            # Transformers, its validation code and the model's own code raise many types of errors.
             raise UserError(
                 f"The files of {path} can be read but not written, so a trained model could not be "
                 f"exported: {type(error).__name__}: {error}. Correct its config.json or its "

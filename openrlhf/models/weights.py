@@ -55,7 +55,7 @@ class StoredWeights:
     # Unused weights of layers that exist in the architecture.
     # The layers would run without these weights.
     ignored: tuple[str, ...]
-    # Pairs of weights that config.json ties although they differ in the files.
+    # Pairs of weights that config.json ties but that differ in the files.
     broken_ties: tuple[tuple[str, str], ...] = ()
 
     @classmethod
@@ -83,7 +83,7 @@ class StoredWeights:
         """Raise ModelError if weights other than those in `but` do not match their files.
 
         A mismatch is a weight that is missing from the files, has the wrong size there, is ignored
-        by its layer, or is tied although it differs.
+        by its layer, or is tied to a weight that differs.
         """
         problems: list[str] = []
         resized = [name for name in self.sizes if name not in but]
@@ -131,7 +131,7 @@ class StoredWeights:
 
 
 def _broken_ties(path: str, model: Any) -> tuple[tuple[str, str], ...]:
-    """Return the pairs of weights that the configuration ties although they differ in the files."""
+    """Return the pairs of weights that the configuration ties but that differ in the files."""
     held = dict(model.named_parameters(remove_duplicate=False))
     broken: list[tuple[str, str]] = []
     for pair in model.get_expanded_tied_weights_keys(all_submodels=True).items():

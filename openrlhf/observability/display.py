@@ -1,6 +1,6 @@
 """Terminal output of a run: one line per step and evaluation, and notes.
 
-On an interactive terminal, lines scroll above a live progress bar. In files and pipes and with
+On an interactive terminal, lines scroll above a live progress bar. In files and pipes, and with
 --run.quiet, the same lines are printed as plain text. With --run.json, each line is a JSON object.
 Only rank 0 has a display.
 """
@@ -29,7 +29,10 @@ class Display:
     def __init__(
         self, *, quiet: bool = False, json: bool = False, out: TextIO | None = None
     ) -> None:
-        """Set up the display with --run.quiet and --run.json. `out` defaults to standard output."""
+        """Configure the display from --run.quiet and --run.json.
+
+        `out` defaults to standard output.
+        """
         self._out = out or sys.stdout
         self.json = json
         self.live = not quiet and not json and self._out.isatty()

@@ -196,7 +196,7 @@ RULES = [  # sorted in the order in which notices are printed
     Rule("divergence", "train/(gpt_loss|loss|kto_loss|prm_loss)", "above", 0.5, of_start=1.5),
     Rule("overfitting", "eval/(eval gpt_loss|eval_loss|eval prm_loss)", "rising", 1.05, points=3),
     Rule("drift", "train/kl", "far from 0", 1, points=3),
-    # Held-out scores fell after leaps of 0.19 or more, but not after leaps of up to 0.08.
+    # Held-out scores fell after leaps of the KL by 0.19 or more, but not after leaps by up to 0.08.
     # The data is in docs/results/learning_rates.md.
     Rule("leap", "train/kl", "leap above", 0.15, points=2),
     Rule("entropy collapse", "train/entropy_loss", "below", of_start=0.01),

@@ -93,7 +93,7 @@ class Max:
 
 @dataclass(frozen=True, slots=True)
 class Last:
-    """The newest value, e.g. a learning rate, a gradient norm, a duration or a process's count."""
+    """The newest value, e.g. a learning rate, a gradient norm, a duration or a running count."""
 
     value: float
 

@@ -55,13 +55,13 @@ MAIN_NUMBERS = (
     r"train/kl",
     r"train/response_length",
 )
-# Settings shown below the title, and the flags that contain them in different commands.
+# Settings shown below the title, and the flags that set them in different commands.
 SETTINGS = {
     "advantages": ("algo.advantage.estimator",),
     "model": ("actor.model_name_or_path", "model.model_name_or_path"),
     "data": ("data.prompt_dataset", "data.dataset"),
 }
-# Panel titles and a regular expression for the metrics of each panel, which share a unit.
+# Panel titles, each with a regular expression for metrics that share a unit.
 PANELS = {
     "Pass rate": r"eval/eval_.+_pass\d+",
     "Reward": r"train/reward|rollout/reward_mean",
@@ -235,7 +235,7 @@ def read_settings(config: str) -> list[str]:
 
 
 def read_flags(config: str) -> dict[str, Any]:
-    """Return the values of a YAML configuration by flag; empty if it is not valid."""
+    """Return a YAML configuration's values by flag, or an empty dict if the YAML is not valid."""
     try:
         tree = yaml.safe_load(config)
     except yaml.YAMLError:
@@ -267,7 +267,7 @@ def compare(runs: Mapping[str, Series]) -> list[Panel]:
 
 
 def _matching(pattern: str, names: Iterable[str]) -> list[str]:
-    """Return the names that match the pattern in full, sorted."""
+    """Return, in sorted order, the names that match the entire pattern."""
     return [name for name in sorted(names) if re.fullmatch(pattern, name)]
 
 

@@ -73,7 +73,7 @@ class RunFolder:
         self._samples = LogFile(self.path / SAMPLES)
 
     def write_config(self, given: str, resolved: str, start: Iterable[str] = ()) -> None:
-        """Write config.yaml, after the lines of `start` as comments, and config_resolved.yaml."""
+        """Write config.yaml, beginning with `start` as comments, and config_resolved.yaml."""
         comments = indent("".join(f"{line}\n" for line in start), "# ")
         self._write(CONFIG, comments + given)
         self._write(RESOLVED, resolved)

@@ -11,7 +11,7 @@ from openrlhf.observability.lines import compact
 
 
 def print_sources(rows: Mapping[str, Mapping[str, float]], *, console: Console) -> None:
-    """Print one row per data source. All rows have the same columns; integers are counts."""
+    """Print one row per data source. All rows have the same columns. Integer values are counts."""
     columns = list(next(iter(rows.values())))
     table = Table("data source", box=None, pad_edge=False)
     for column in columns:

@@ -1,8 +1,8 @@
 """Memory of forward and backward passes: activations, temporary tensors and logits.
 
 The formulas count the tensors that PyTorch's autograd saves in the layers of Transformers: the
-inputs of matrix products, the operands of products of activations, and the float32 copies in norms.
-`b` is the number of bytes per activation.
+inputs of matrix products, both factors of a product of two activations, and the float32 copies in
+norms. `b` is the number of bytes per activation.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from openrlhf.planning.constants import Constants
 from openrlhf.planning.roles import GEMMA_LIKE, ModelRole, Pass
 
 ADAPTED_LAYERS = 7  # linear layers in a decoder layer; each adapter saves `rank` values per token
-CHUNK_LOGITS = 1 << 25  # `algorithms.tensors.CHUNK_LOGITS`: logits that exist at the same time
+CHUNK_LOGITS = 1 << 25  # `algorithms.tensors.CHUNK_LOGITS`: number of logits in a chunk
 
 
 @dataclass(frozen=True)
@@ -182,7 +182,7 @@ def _logits(role: ModelRole, batch: Pass) -> tuple[float, float]:
     if role.keeps_logits:
         backward += 16
     if role.teacher_logits:
-        backward += 8  # the teacher's probabilities, and the gradient of the products with them
+        backward += 8  # the teacher's probabilities, and the gradient of their products
     head = 0
     if role.full_training:
         head = (4 + b) * shape.head_parameters

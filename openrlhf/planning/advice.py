@@ -1,7 +1,8 @@
 """Finds the nearest settings with which a run fits, and the longest sequences that fit.
 
-A change is a flag with values from the mildest to the strongest. Changes that slow the run down
-little come first, then changes that slow it down more, then changes to what is trained.
+A change is a flag with values from the mildest to the strongest. Changes that hardly slow the run
+down come first, followed by changes that slow it down more, and finally by changes to what is
+trained.
 """
 
 from __future__ import annotations
@@ -53,7 +54,7 @@ def nearest_fit(config: Any, cluster: Cluster, *, thorough: bool = True) -> Advi
 
     Single changes and then pairs of changes are tried, cheapest first. If no pair is enough, all
     changes are made. Then every change that the run does not need in order to fit is undone,
-    starting with the most expensive one. Without `thorough`, single changes and pairs are not
+    starting with the most expensive change. Without `thorough`, single changes and pairs are not
     tried. Adapters are suggested only if no change makes full training fit on this cluster.
     """
     search = Search(config, cluster)

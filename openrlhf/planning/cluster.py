@@ -17,7 +17,7 @@ CPU_MACHINE = re.compile(r"cpu(?:-(\d+(?:\.\d+)?)GB)?", re.IGNORECASE)
 
 @dataclass(frozen=True)
 class DeviceKind:
-    """A kind of GPU, with the memory in GB from its name and the rates from its data sheet."""
+    """A kind of GPU: the memory in GB that its name states, and the rates from its data sheet."""
 
     memory: float
     teraflops: float  # dense bfloat16 tensor cores, 10¹² operations per second
@@ -78,7 +78,7 @@ class Cluster:
 def parse_cluster(text: str, *, free_bytes: int = 0) -> Cluster:
     """Parse the description of a cluster.
 
-    GB counts 2³⁰ bytes, as in the names of GPUs. The text `cpu` without a size means `free_bytes`
+    One GB is 2³⁰ bytes, as in the names of GPUs. The text `cpu` without a size means `free_bytes`
     of memory. Raises PlanError for malformed text, and for an unknown device without a size.
     """
     machine = CPU_MACHINE.fullmatch(text)

@@ -15,7 +15,7 @@ class Constants:
     measured: bool  # False if some numbers are estimates not yet confirmed by measurement
     process_bytes: int  # size of a training process before it loads a model
     engine_process_bytes: int  # size of an engine's process before it loads its model
-    reserve: float  # share of a prediction that must remain free, because it may be too low
+    reserve: float  # share of a prediction that must remain free, in case the prediction is too low
     role_bytes: int = 0  # overhead of a process's first model, in addition to its tensors
     rounded_bytes: int = 0  # oneDNN's compiled kernels, in a process with bfloat16 models
     sharded_bytes: int = 0  # DeepSpeed's buffers for a trained model under ZeRO 3
@@ -41,7 +41,7 @@ CPU = Constants(
 # `process_bytes` is the size of the CUDA context with torch's kernels.
 # `allocator_factor` covers memory held by PyTorch's allocator in addition to the tensors.
 # `reserve` is larger than the largest measured error, because only one rank was measured.
-# An optimizer step needed 5.0 % more than predicted, 10,206 MiB instead of 9,722 MiB.
+# An optimizer step needed 5.0 % more than predicted (10,206 MiB instead of 9,722 MiB).
 # The numbers for the engine are estimates.
 CUDA = Constants(
     device="cuda",

@@ -3,7 +3,7 @@
 The training state depends on DeepSpeed's optimizer: torch's own at stage 0, `BF16_Optimizer` at
 stage 1 in bfloat16, `DeepSpeedZeroOptimizer` otherwise at stages 1 and 2, and
 `DeepSpeedZeroOptimizer_Stage3` at stage 3. If a rank has T trained weights after tensor
-parallelism, it owns the optimizer state of T ÷ ranks.
+parallelism, it owns the optimizer state of T ÷ ranks weights.
 """
 
 from __future__ import annotations
@@ -186,7 +186,7 @@ class RoleMemory:
             whole = g * self.trained  # each gradient is freed once it is added to its sum
             step = 0 if role.adam_offload else 4 * self.trained  # gradients are flattened first
             if self.constants.device == "cuda":
-                bucket = g * self._bucket_elements()  # has the accumulation dtype
+                bucket = g * self._bucket_elements()  # this bucket has the accumulation dtype
                 step = max(step, self._reduced_in_step(g) - whole, norm)
                 return Gradients(kept=whole, backward=bucket, step=step, host=host)
             return Gradients(kept=whole, step=step, host=host)
@@ -204,11 +204,11 @@ class RoleMemory:
         return Gradients(kept=g * owned, backward=backward, step=max(4 * owned, norm))
 
     def _reduced_in_step(self, g: int) -> int:
-        """Return the size of the gradients on a GPU while stage 1 reduces them, in its step.
+        """Return the size of the gradients on a GPU while a stage 1 step reduces them.
 
-        The gradients of a full reduce bucket are in this bucket. The gradients are flattened, and
-        copied again if the reduction uses the weights' data type. The rank keeps its part of the
-        sums.
+        As many gradients as fit are in the reduce bucket. These gradients are flattened, and they
+        are copied again if the reduction uses the weights' data type. The rank keeps its part of
+        the sums.
         """
         role = self.role
         in_bucket = min(self.trained, REDUCE_BUCKET)
@@ -237,7 +237,7 @@ class RoleMemory:
     def _bucket_elements(self) -> int:
         """Return how many elements of the reduce bucket take up memory.
 
-        On a GPU, the entire bucket is allocated; on a CPU, only the pages that are written.
+        On a GPU, the entire bucket takes up memory; on a CPU, only the pages that are written do.
         """
         if self.constants.device == "cuda":
             return REDUCE_BUCKET * (2 if self.role.overlap_comm else 1)
@@ -345,7 +345,7 @@ class RoleMemory:
             # the master weights are slices of a copy of the weights
             copied = self.owned if role.sharded else self.trained
             if role.width < 4 and not self._has_bf16_optimizer:
-                copied = 0  # the slices are converted to float32 without copying all weights
+                copied = 0  # the slices are converted to float32, without a copy of all weights
             grown += self.passing() + Usage(weights=role.width * copied)
         if role.width < 4 and not role.lora_rank:
             # restoring low bits takes the largest weight three times: stored, float32, rounded

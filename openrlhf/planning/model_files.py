@@ -45,7 +45,7 @@ def read_shape(path: str) -> ModelShape:
             return shape_from_config(config, path)
         headers = _headers(read)
         if headers is None:
-            return shape_from_config(config, path)  # raises: the architecture is not known
+            return shape_from_config(config, path)  # raises PlanError: unknown architecture
         return shape_from_headers(headers, config, path)
     except (OSError, ValueError, KeyError) as error:
         if isinstance(error, PlanError):

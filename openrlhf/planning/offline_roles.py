@@ -127,7 +127,7 @@ def offline_roles(config: SupervisedConfig, ranks: int, on_gpus: bool) -> tuple[
 
 
 def _teacher_bytes(config: KDConfig, scored: int) -> int:
-    """Return the size of the teacher's top logits and their tokens, or of its states, in bytes.
+    """Return the size in bytes of the teacher's states, or of its top logits and their tokens.
 
     The size of the states includes the output layer's weights, which are copied if the teacher's
     weights are sharded or leave the device.

@@ -166,7 +166,7 @@ def make_plan(config: Any, cluster: Cluster) -> Plan:
     device = "cuda" if cluster.on_gpus else "cpu"
     constants = constants_for(device)
     ranks = cluster.devices
-    if not cluster.on_gpus:  # a machine can run as many processes as share a sequence
+    if not cluster.on_gpus:  # a machine can run all processes that share a sequence
         ranks = max(ranks, config.ds.ranks_per_slice)
     groups = hosts_of(config, ranks=ranks, on_gpus=cluster.on_gpus)
     if cluster.on_gpus:

@@ -85,7 +85,7 @@ def _reward_models(config: PPOConfig, scoring: Pass, ranks: int, on_gpus: bool) 
 
 
 def _rl_training(config: PPOConfig, ranks: int) -> dict[str, Any]:
-    """Return the policy's and critic's largest training pass, and micro-batches per step."""
+    """Return the largest training pass of policy and critic, and the micro-batches per step."""
     train = config.train
     budget = train.max_tokens_per_gpu if train.dynamic_batch_enable else None
     of_rank = max(1, train.batch_size // config.ds.data_slices(ranks))

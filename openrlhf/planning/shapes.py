@@ -188,7 +188,7 @@ FAMILIES = {
         expert_width="moe_intermediate_size",
     ),
 }
-# Architectures that may specify sliding layers with a period instead of `layer_types`.
+# Architectures whose configurations may specify sliding layers by a period, not `layer_types`.
 ALL_SLIDING = ("mistral", "mixtral")
 WINDOW_PERIODS = {"gemma2": 2, "gemma3_text": 6}
 
@@ -385,7 +385,7 @@ def _mlp(
 
 
 def _linear(name: str, outputs: int, inputs: int, *, bias: bool) -> list[Weight]:
-    """Return the matrix and, if any, the bias of a linear layer."""
+    """Return the matrix of a linear layer, and the bias if the layer has one."""
     weights = [Weight(f"{name}.weight", (outputs, inputs))]
     if bias:
         weights.append(Weight(f"{name}.bias", (outputs,)))

@@ -5,10 +5,10 @@ attention to c tokens on average (q: width of the queries; c is T/2 in a causal 
 and less with a sliding window); a backward pass takes twice as much, and gradient checkpointing
 runs layers again (Korthikanti et al. 2022, arXiv:2205.05198; Narayanan et al. 2021,
 arXiv:2104.04473). The output layer runs only where logits are needed, and always runs again in the
-backward pass. With adapters, a backward pass takes as much as a forward pass. Communication:
-ZeRO's communication volumes are from Rajbhandari et al. 2020 (arXiv:1910.02054). Generation is
-limited by memory bandwidth: each token reads the weights and the KV cache once (Pope et al. 2022,
-arXiv:2211.05102).
+backward pass. With adapters, a backward pass takes as many operations as a forward pass.
+Communication: ZeRO's communication volumes are from Rajbhandari et al. 2020 (arXiv:1910.02054).
+Generation is limited by memory bandwidth: each token reads the weights and the KV cache once (Pope
+et al. 2022, arXiv:2211.05102).
 """
 
 from __future__ import annotations
@@ -155,7 +155,7 @@ def training_time(role: ModelRole, cluster: Cluster, *, tokens: int, length: int
 
 
 def _offloaded_seconds(role: ModelRole, cluster: Cluster) -> float:
-    """Return the seconds that CPU Adam and its transfers take."""
+    """Return the time in seconds that CPU Adam and its transfers take."""
     if not role.adam_offload or role.lora_rank:
         return 0.0
     owned = role.shape.parameters / role.tp / role.ranks
@@ -166,9 +166,9 @@ def _offloaded_seconds(role: ModelRole, cluster: Cluster) -> float:
 def scoring_seconds(
     role: ModelRole, cluster: Cluster, *, tokens: int, length: int, heads: float | None = None
 ) -> float:
-    """Return the seconds that forward passes over `tokens` tokens take.
+    """Return the time in seconds that forward passes over `tokens` tokens take.
 
-    `heads` is the number of times the output layer runs per token; by default, as in
+    `heads` is the number of times the output layer runs per token. The default is derived from
     `role.scoring`.
     """
     assert role.scoring
@@ -194,10 +194,10 @@ def scoring_seconds(
 def generation_seconds(
     engine: EngineRole, cluster: Cluster, *, engines: int, samples: int, prompt: int, answer: int
 ) -> float:
-    """Return the seconds to generate `samples` answers of `answer` tokens to prompts.
+    """Return the time in seconds needed to generate `samples` answers of `answer` tokens each.
 
-    Each engine generates its answers in rounds of at most 256 sequences, and of at most as many as
-    fit into its KV cache.
+    Each engine generates its answers in rounds. A round has at most 256 sequences, and no more than
+    fit into the engine's KV cache.
     """
     shape = engine.shape
     each = math.ceil(samples / engines)

@@ -20,7 +20,7 @@ from openrlhf.planning.usage import gib
 
 
 def step_lines(config: Any, cluster: Cluster) -> list[str]:
-    """Return the estimated seconds per step as text, if all sequences have the maximum length."""
+    """Return text with the estimated time per step if all sequences have the maximum length."""
     if not cluster.on_gpus:
         return ["--speed requires a GPU cluster, because the speed of CPUs is not known."]
     groups = hosts_of(config, ranks=cluster.devices, on_gpus=True)
@@ -45,7 +45,7 @@ def step_lines(config: Any, cluster: Cluster) -> list[str]:
 
 
 def _batch_tokens(config: SupervisedConfig, model: ModelRole, batch: Pass) -> int:
-    """Return the total number of tokens in all passes like `batch` in an optimizer step."""
+    """Return the total number of tokens in an optimizer step whose passes are like `batch`."""
     of_rank = max(1, config.train.batch_size // model.dp)
     micro = min(config.train.micro_batch_size, of_rank)
     # sequences per sample (two for pairs)
@@ -56,14 +56,14 @@ def _batch_tokens(config: SupervisedConfig, model: ModelRole, batch: Pass) -> in
 def _first_pass_seconds(
     config: SupervisedConfig, roles: Sequence[ModelRole], cluster: Cluster
 ) -> float:
-    """Return the seconds that the passes without gradient take in a step.
+    """Return the time in seconds that the passes without gradient take in a step.
 
-    The reference or the teacher runs such passes, and so does the policy for KTO's KL.
+    The reference or the teacher runs these passes. For KTO's KL, the policy also runs such a pass.
     """
     length = config.data.max_len
     policy, *frozen = roles
     seconds = 0.0
-    if isinstance(config, KTOConfig):  # as many second texts as trained texts
+    if isinstance(config, KTOConfig):  # each trained text has a second text for the KL
         assert policy.training
         tokens = _batch_tokens(config, policy, policy.training)
         seconds += speed.scoring_seconds(policy, cluster, tokens=tokens, length=length)
@@ -86,7 +86,7 @@ def _first_pass_seconds(
 def _training(
     groups: Sequence[Hosts], cluster: Cluster, *, tokens: int, updates: int, config: Any
 ) -> tuple[float, list[str]]:
-    """Return the seconds taken by all optimizer steps, and a line for each trained model.
+    """Return the time in seconds of all optimizer steps, and a line for each trained model.
 
     Models on the same devices are trained one after the other.
     """
@@ -109,7 +109,7 @@ def _training(
 
 
 def _rl(config: Any, groups: Sequence[Hosts], cluster: Cluster) -> tuple[float, list[str]]:
-    """Return the seconds taken by an RL step, and a line for each of its phases."""
+    """Return the time in seconds of an RL step, and a line for each phase of the step."""
     length, samples = config.data.max_len, config.samples
     answer = min(config.rollout.max_new_tokens or length // 2, length)
     tokens = samples * length
@@ -142,7 +142,7 @@ def _rl(config: Any, groups: Sequence[Hosts], cluster: Cluster) -> tuple[float, 
 
 
 def _scoring(config: Any, roles: Sequence[ModelRole], cluster: Cluster, *, tokens: int) -> float:
-    """Return the seconds that models on the same devices take to score a step's samples."""
+    """Return the time in seconds that models on the same devices take to score a step's samples."""
     seconds = 0.0
     for role in roles:
         passes = 1

@@ -6,9 +6,10 @@ from openrlhf.planning.roles import ModelRole
 from openrlhf.planning.shapes import EMBEDDINGS, HEADS, Weight
 
 ROW_SPLIT = ("o_proj", "down_proj")  # layers that tensor parallelism splits along their inputs
-ADAM_BYTES = 8  # size of Adam's two moments, which every optimizer has for some weights
+ADAM_BYTES = 8  # size of Adam's two moments, which every optimizer stores for some weights
 # Size in bytes of a weight's moments, for weights that an optimizer treats specially.
-# With adam_8bit, each of the two moments has one byte and a float32 scale per block of 256 weights.
+# With adam_8bit, each of the two moments takes one byte per weight, plus a float32 scale per block
+# of 256 weights.
 SPECIAL_BYTES = {"muon": 4, "adam_8bit": 2 * (1 + 4 / 256)}
 MIN_8BIT_SIZE = 4096  # `training.optimizers.MIN_8BIT_SIZE`
 

@@ -9,7 +9,7 @@ from openrlhf.units import GIB, MIB
 
 
 class Instant(StrEnum):
-    """A phase of a run. The memory at an instant is the peak memory during this phase."""
+    """A phase of a run. The memory at an instant is the peak memory during the phase."""
 
     LOAD = "load"  # the models are loaded and the optimizer is created
     IDLE = "idle"  # between two phases
