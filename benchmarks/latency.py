@@ -1,4 +1,4 @@
-"""Comparison of synchronous and asynchronous training with each other and with the simulator.
+"""Compares synchronous training, asynchronous training and the simulator's predictions.
 
     python -m benchmarks.latency --median 1 --queue 4 --staleness 16
 
@@ -28,7 +28,7 @@ PROMPTS, SAMPLES, WARM_UP = 16, 4, 4
 STEPS, EPOCHS_AHEAD = (
     20,
     4,
-)  # steps, and the epochs of an asynchronous run, whose steps are short and vary in duration
+)  # number of steps, and of epochs in an asynchronous run, whose short steps vary in duration
 
 
 def measured(

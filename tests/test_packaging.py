@@ -68,7 +68,7 @@ def test_version_is_defined_once() -> None:
     assert PROJECT["version"] == __version__
 
 
-# Tests that install a wheel with all dependencies in a new environment, which takes minutes.
+# Tests that take minutes, because they install a wheel and all dependencies in a new environment.
 
 REWARD = """
 def reward_func(queries, prompts, labels):

@@ -1,4 +1,4 @@
-"""The documented agent interface, in real processes, with a fake engine.
+"""Tests of the documented agent interface in real processes with a fake engine.
 
 The engine's samples are a function of the prompt and the seed, so that tests can compute them.
 """

@@ -248,7 +248,7 @@ def test_blocking_episode_fails_and_its_neighbors_succeed(strict: Stand) -> None
 
 
 async def starting(stand: Stand) -> tuple[asyncio.Task[Any], int]:
-    """Start an episode, and return its process's ID once that process is loading the agent file."""
+    """Start an episode, and return its process ID once its process is loading the agent file."""
     episode = asyncio.create_task(stand.play("fine"))
     pids = stand.folder / "pids"
     while not (pids.exists() and pids.read_text()):
@@ -257,7 +257,7 @@ async def starting(stand: Stand) -> tuple[asyncio.Task[Any], int]:
 
 
 def loads_slowly(folder: Path, seconds: float) -> Path:
-    """Write an agent file that records its process ID and takes `seconds` for its first load."""
+    """Write an agent file that records the process ID and whose first load takes `seconds`."""
     file = folder / "slow.py"
     file.write_text(
         "import os, time\n"

@@ -1,6 +1,6 @@
 """Prompts built by the OpenAI endpoint for a real client, and prompts built for environments.
 
-Every prompt equals the full rendered conversation, or a notice reports where it differs.
+Every prompt equals the full rendered conversation, or a notice reports where the prompt differs.
 """
 
 from __future__ import annotations
@@ -169,7 +169,7 @@ async def say(client: AsyncOpenAI, messages: list[Any], **more: Any) -> dict[str
 
 
 def spans_match(whole: list[int], context: list[int], sampled: list[bool]) -> bool:
-    """Return whether `whole` equals the context, ignoring the tokens of each sampled run."""
+    """Return whether `whole` equals the context apart from the tokens of each sampled run."""
     pieces: list[list[int]] = [[]]
     after_sampled = False
     for token, is_sampled in zip(context, sampled, strict=True):

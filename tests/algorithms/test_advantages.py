@@ -300,7 +300,7 @@ def test_advantages_without_actions_are_zero(shape: tuple[int, int]) -> None:
 
 
 def test_credit_assignment_with_mismatched_shapes_raises_an_error() -> None:
-    # The error comes from `gae`, or earlier from the type checks of the test run.
+    # The error comes from `gae`, or from the test run's type checks, which run earlier.
     with pytest.raises((ValueError, TypeError), match=r"\(2, 3\), \(2, 4\), \(2, 3\)|values"):
         gae(torch.zeros(2, 3), torch.zeros(2, 4), torch.ones(2, 3) > 0, gamma=1.0, lam=1.0)
 

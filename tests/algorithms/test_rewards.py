@@ -128,7 +128,7 @@ def test_turn_rewards_stay_in_their_turns_and_the_last_action_gets_the_remainder
     mask = torch.tensor([[False, True, True, False, True, False]])
     turns = torch.tensor(
         [[9.0, 0.0, 0.5, 9.0, 0.0, 9.0]]
-    )  # values outside the mask do not belong to a turn
+    )  # values outside the mask do not belong to any turn
     assert token_rewards(torch.tensor([1.5]), None, mask, 0.0, turns).tolist() == [
         [0, 0, 0.5, 0, 1.0, 0]
     ]

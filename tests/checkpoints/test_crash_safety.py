@@ -228,7 +228,7 @@ def killed(wreckage: Path, scenario: str) -> list[Path]:
 
 
 def expect_tidy(manager: CheckpointManager) -> None:
-    """Check that only the pointers and the directories named by manifests exist."""
+    """Check that only the pointers, and the directories that manifests name, exist."""
     named = {place for checkpoint in manager.checkpoints() for place in checkpoint.places}
     there = {
         str(path.relative_to(manager.root))

@@ -1,4 +1,4 @@
-"""The checkpoint manager: which checkpoints it keeps, finds and rejects.
+"""Tests for which checkpoints the checkpoint manager keeps, finds and rejects.
 
 Crashes and full disks are tested in `test_crash_safety.py`.
 """
@@ -325,7 +325,7 @@ def listed(*rows: tuple[str, float | None, float], key: str = "eval_pass1") -> l
             9,
             3.0,
             ["a"],
-        ),  # the newest is kept although it exceeds the limit
+        ),  # the newest checkpoint is kept although it exceeds the limit
         ([("best_a", 0.9, 1), ("b", 0.1, 1), ("c", 0.2, 1)], 2, math.inf, []),  # best: not counted
         (
             [("best_a", 0.9, 1), ("b", 0.1, 1), ("c", 0.2, 1)],

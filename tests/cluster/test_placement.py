@@ -1,4 +1,4 @@
-"""Tests that compare the placement of processes on machines with an exhaustive search."""
+"""Tests that compare the placement of processes with the result of an exhaustive search."""
 
 from __future__ import annotations
 

@@ -42,7 +42,7 @@ class Worker:
 
 
 class Host:
-    """A worker host with one role, without a process group."""
+    """A worker host with one role and no process group."""
 
     def __init__(self, rank: int) -> None:
         self.worker = Worker(rank)

@@ -1,4 +1,4 @@
-"""Values derived from the flags, and the notices about them."""
+"""Tests for values derived from flags, and for the notices about the derived values."""
 
 from __future__ import annotations
 

@@ -62,7 +62,7 @@ def test_number_of_flag_spellings_matches_the_reference() -> None:
 
 
 def sample(flag: Flag) -> tuple[list[str], Any]:
-    """Return arguments that set a flag to a non-default value, and that value."""
+    """Return arguments that set a flag to a non-default value, and return the value."""
     if flag.shape == "switch":
         return [], True
     if flag.shape == "json":

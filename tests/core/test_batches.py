@@ -380,7 +380,7 @@ def test_missing_reward_is_nan() -> None:
 
 
 def test_packed_episodes_give_the_same_batch() -> None:
-    """Queued episodes are packed in 32-bit arrays, which must not change any number."""
+    """Packing queued episodes in 32-bit arrays must not change any number."""
     episodes = [episode(index, 0, 1.0, StopReason.STOP) for index in (0, 1)]
     lists = [replace(t, columns={"values": [0.125] * len(t.tokens)}) for t in episodes]
     expected = Experience.from_trajectories(lists)

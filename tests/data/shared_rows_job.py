@@ -61,7 +61,7 @@ class Letters(TokenizedRows[SFTRow]):
 
 
 def seen(folder: Path, case: str) -> Any:
-    """Return everything a trainer gets from a dataset: its summary and rows, or the error."""
+    """Return everything a trainer gets from a dataset: the summary and the rows, or the error."""
     try:
         rows = Letters(folder, case)
     except DataError as error:

@@ -55,7 +55,7 @@ def start_node(
 
 
 def end(node: subprocess.Popen[bytes]) -> None:
-    """Stop a node, and kill its processes that do not exit on their own."""
+    """Stop a node, and kill any of its processes that do not exit on their own."""
     below = descendants(node.pid)
     node.terminate()
     with suppress(subprocess.TimeoutExpired):

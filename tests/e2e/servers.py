@@ -26,7 +26,7 @@ class RewardModelServer:
 def reward_model_server(model: Path, **flags: Any) -> Iterator[RewardModelServer]:
     """Run a float32 server on a free port until the block exits.
 
-    Waits until the server responds. In the names of keyword arguments, `__` stands for the dot of a
+    Waits until the server responds. In the names of keyword arguments, `__` stands for the dot in a
     flag name.
     """
     start = {"reward.model_name_or_path": model, "ds.param_dtype": "fp32", "port": 0}

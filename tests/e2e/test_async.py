@@ -77,7 +77,7 @@ def flags(workspace: Path, folder: Path, **changes: Any) -> dict[str, Any]:
 
 
 def lags(folder: Path) -> list[int]:
-    """Return each sample's lag: the weight version of its step minus that of its first token."""
+    """Return each sample's lag: the step's weight version minus that of the first token."""
     return [row["step"] - 1 - min(row["weight_versions"]) for row in samples(folder)]
 
 

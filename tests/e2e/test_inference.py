@@ -105,7 +105,7 @@ def cluster() -> Iterator[None]:
 
 @pytest.fixture(scope="module")
 def answers(workspace: Path, cluster: None) -> list[dict[str, Any]]:
-    """Return the answers of a single engine to all prompts."""
+    """Return a single engine's answers to all prompts."""
     return infer(flags(workspace, "answers"))
 
 

@@ -80,7 +80,7 @@ def rows_of(task: str, count: int, seed: int) -> list[dict[str, Any]]:
 
 @pytest.fixture(scope="module")
 def workspace(own_folder: Path) -> Path:
-    """Return the workspace of the module."""
+    """Return the module's workspace."""
     return make_workspace(own_folder)
 
 

@@ -279,7 +279,7 @@ def models(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def dry_run(
     models: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> Callable[..., tuple[str, str]]:
-    """Return a function that performs a dry run on rows and returns its output and notices."""
+    """Return a function that does a dry run on rows and returns the run's output and notices."""
 
     def run(rows: list[dict[str, Any]], line: str) -> tuple[str, str]:
         (tmp_path / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))

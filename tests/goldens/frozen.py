@@ -35,7 +35,7 @@ KILL_AFTER = 3  # number of steps before the kill; checkpoints are saved every t
 
 @dataclass(frozen=True, kw_only=True)
 class Kind:
-    """The command and flags of a kind of run. Paths are relative to the run's folder."""
+    """The command and the flags for one kind of run. Paths are relative to the run's folder."""
 
     command: str
     flags: dict[str, Any]

@@ -136,8 +136,9 @@ def run(
     *,
     more: Mapping[Sequence[str], int] | None = None,
 ) -> bool:
-    """Run the checks and, if time is left, also `more`. Updates the file `output` after each check.
+    """Run the checks, and then run `more` if time is left.
 
+    Updates the file `output` after each check.
     Returns True if all of `checks` were run, at least one check passed, and none failed.
     """
     results: dict[str, dict[str, Any]] = {}

@@ -1,4 +1,4 @@
-"""A trial on a GPU machine that is available for only minutes, with GPU checks and GRPO on GSM8K.
+"""Runs GPU checks and GRPO on GSM8K on a GPU machine that is available for only a few minutes.
 
 `python -m tests.gpu.trial --wheels FOLDER --data FOLDER` packs, plans and rehearses a trial on the
 local machine. On the GPU machine, `python -m tests.gpu.trial receive .trial/01` runs once per
@@ -220,7 +220,7 @@ def receive(place: Place, piece: Path, *, use_site: bool = True) -> None:
 
 
 def make_data(place: Place, source: Path, model: str) -> None:
-    """Write the GSM8K problems that are short enough, in tokens of the model."""
+    """Write the GSM8K problems that are short enough, measured in the model's tokens."""
     with timed("wrote the data"):
         words = ["examples/real_model/data.py", source, place.data, "--model", model]
         subprocess.run(
@@ -232,7 +232,7 @@ def make_data(place: Place, source: Path, model: str) -> None:
 
 
 def check(place: Place, minutes: float, *, rehearsal: bool) -> bool:
-    """Run the GPU checks, recording outcomes even if time runs out.
+    """Run the GPU checks, and record outcomes even if time runs out.
 
     Returns True if all checks pass.
     """

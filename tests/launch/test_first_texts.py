@@ -1,4 +1,4 @@
-"""Tests for the first training texts, printed by --dry_run for each offline command.
+"""Tests for the first training texts that --dry_run prints for each offline command.
 
 Target tokens are in brackets.
 """
@@ -189,7 +189,7 @@ def test_prm_dry_run_prints_steps_with_labels(
 
 
 def test_dry_run_prints_rows_of_first_step(dry_run: Show) -> None:
-    """The expected row order is that of seed 42."""
+    """The expected row order is the order for seed 42."""
     rows = [{"input": str(number), "output": "ok"} for number in range(9)]
     first = torch.randperm(9, generator=torch.Generator().manual_seed(42)).tolist()[:2]
     printed = dry_run("sft", rows)

@@ -56,7 +56,7 @@ def pipeline(file: Path, *words: str) -> None:
 
 
 def printed_about(capfd: pytest.CaptureFixture[str], stage: str) -> str:
-    """Return the output about a stage since this function was last called."""
+    """Return the output about a stage that was printed since this function was last called."""
     lines = capfd.readouterr().out.splitlines()
     return next(line.removeprefix(f"{stage}: ") for line in lines if line.startswith(f"{stage}: "))
 

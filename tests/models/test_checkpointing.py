@@ -28,7 +28,7 @@ def path(tmp_path_factory: pytest.TempPathFactory) -> str:
 
 
 def loss_and_gradients(path: str, **flags: Any) -> tuple[list[Tensor], list[int]]:
-    """Return the loss and all gradients, and how often each layer ran."""
+    """Return the loss, all gradients, and the number of times that each layer ran."""
     model = PolicyModel.load(load_spec(path, packing=True, **flags)).train()
     runs = [0] * LAYERS
     decoder: Any = model.hf.get_decoder()

@@ -378,7 +378,8 @@ def test_error_for_a_folder_without_a_model_contains_its_path(
 def longrope_config() -> PretrainedConfig:
     """Return a configuration with 64 positions, which LongRoPE extends from 16.
 
-    Up to 16 tokens, all frequencies have their original values; above 16, some are lower.
+    Up to 16 tokens, all frequencies have their original values; above 16, some frequencies are
+    lower.
     """
     rope = {
         "rope_type": "longrope",

@@ -164,7 +164,7 @@ def tokens(samples: Sequence[Trajectory]) -> list[list[int]]:
 def test_samples_of_a_prompt_share_its_prefill(rollout, engines) -> None:
     samples, cost = rollout("plain", [replace(p, tokens=p.tokens[::-1]) for p in PROMPTS])
     # The first sample computes the prompt.
-    # Each of the other seven computes only the 8 tokens after the prompt's six full blocks.
+    # Each of the other seven samples computes only the 8 tokens after the prompt's six full blocks.
     assert cost["timing/prefill_cached"] == pytest.approx(7 * 6 * BLOCK / (8 * 200))
     assert differences(engines["model"], samples).max() < 1e-4
 

@@ -39,7 +39,7 @@ PROMPTS = [Prompt(index=index, text=f"prompt {index}", tokens=[index] * 40) for 
 
 
 class Engines:
-    """Engines whose samples consist of a single token, whose id is the seed.
+    """Engines whose samples consist of one token; the id of the token is the seed.
 
     Every sample of a prompt except the first finds the prompt in the cache.
     """
@@ -257,7 +257,7 @@ def test_nonfinite_log_probability_fails_its_sample_and_names_the_engine(
 
 
 def tail_seconds(spans: list[tuple[float, float]]) -> tuple[float, float]:
-    """Return the seconds in the tail, and the seconds in which at least one sample ran."""
+    """Return the duration of the tail, and how long at least one sample ran, both in seconds."""
     costs = [
         SampleCost(asked=start, seconds=end - start, prompt_tokens=1, cached_tokens=0)
         for start, end in spans

@@ -15,7 +15,7 @@ HOUR_S = 3600.0  # longer than the test timeout
 
 
 class Model:
-    """A model whose score for a text is its first token, and which raises an error for token 13.
+    """A model that scores a text by its first token and raises an error for token 13.
 
     Each batch waits for a permit from `turns`. `batches` records the batches so far.
     """

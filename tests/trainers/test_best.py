@@ -181,7 +181,7 @@ def kept(folder: Path, step: int) -> CheckpointManager:
 def exported(
     folder: Path, losses: Sequence[float], *, patience: int | None
 ) -> tuple[str | None, str]:
-    """Return the tag of the checkpoint to export after these evaluations, and the messages printed.
+    """Return the tag of the checkpoint to export after these evaluations, and the printed messages.
 
     The tag is None if the latest weights are exported. Only step 2 has a checkpoint.
     """

@@ -98,7 +98,7 @@ def run(case: Case, folder: Path) -> list[dict[str, Tensor]]:
 
 
 def new_engine(case: Case, strategy: Strategy, folder: Path) -> TrainEngine:
-    """Return an engine for the model of the case."""
+    """Return an engine for the case's model."""
     spec = load_spec(
         path=str(folder / case.model),
         param_dtype=case.dtype,

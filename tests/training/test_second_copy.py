@@ -14,8 +14,10 @@ pytestmark = [pytest.mark.verify, pytest.mark.timeout(1200)]
 
 
 def difference(one: list[dict[str, Tensor]], other: list[dict[str, Tensor]]) -> float:
-    """Return the largest difference between the weights of two runs after any step, or between
-    their averages."""
+    """Return the largest difference between the weights of two runs after any step.
+
+    The runs' averaged weights are compared too.
+    """
     gaps: list[float] = []
     for mine, theirs in zip(one, other, strict=True):
         gaps += [float((mine[name] - weight).abs().max()) for name, weight in theirs.items()]

@@ -70,7 +70,7 @@ class Job:
 
 
 def new_engine(strategy: Strategy, model: str, job: Job) -> TrainEngine:
-    """Return the engine of a job."""
+    """Return a job's engine."""
     lora = strategy.config.lora
     spec = load_spec(path=model, param_dtype=job.dtype, packing=True, lora=lora, seed=5)
     engine = TrainEngine(

@@ -31,7 +31,7 @@ OPTIMIZER = OptimizerConfig(
 
 
 def batch(step: int) -> TokenRows:
-    """Return eight rows of different lengths, which are the same in every process."""
+    """Return eight rows of different lengths; all processes get the same rows."""
     generator = torch.Generator().manual_seed(step)
     lengths = torch.randint(2, 14, (8,), generator=generator).tolist()
     tokens = [torch.randint(4, 60, (n,), generator=generator).tolist() for n in lengths]

@@ -79,7 +79,7 @@ def supervised(folder: Path, seed: int) -> tuple[Path, Path]:
 
 @cache
 def teacher(folder: Path, seed: int) -> Path:
-    """Train a better model for the task with four times as much supervised training."""
+    """Train a better model for the task by using four times as much supervised training."""
     task, _ = supervised(folder, seed)
     train(
         "train_sft", [*sft_flags(task, folder / f"teacher{seed}", seed), "--train.max_epochs", "4"]
