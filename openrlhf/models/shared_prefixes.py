@@ -32,8 +32,7 @@ SMALLEST_SAVING = 0.05
 
 @dataclass(frozen=True)
 class SharedPrefixes:
-    """The computed positions in a packed row, and the computed position that stands for each
-    position.
+    """The computed positions in a packed row, and the source of the states at each position.
 
     Example: for the sequences "abc" and "abd", `computed` is [0, 1, 2, 5] and `source` [0, 1, 2, 0,
     1, 3].

@@ -53,7 +53,7 @@ class Other:
 
 
 class _NotOutside(Exception):
-    """A test that can only be checked in the program's process."""
+    """A test that can be checked only in the program's process."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -78,7 +78,7 @@ class Assertions:
         return True
 
 
-# Types missing from JSON and their encodings, e.g. {"set": [1, 2]} or {"bytes": "00ff"}.
+# Types that JSON lacks, and their encodings, e.g. {"set": [1, 2]} or {"bytes": "00ff"}.
 TAGS: Mapping[str, Callable[[Any], Any]] = {
     "tuple": tuple,
     "set": set,
@@ -195,7 +195,7 @@ class _Reader(ast.NodeTransformer):
 
 
 class _Renamed(ast.NodeTransformer):
-    """A transformer that renames a test function's parameter to the function passed for it."""
+    """A transformer that replaces a test function's parameter with the passed function's name."""
 
     def __init__(self, old: str, new: str) -> None:
         self.old = old

@@ -1,8 +1,8 @@
 """Built-in rewards that check a response's format, length or code against its label.
 
-The `math` verifier is in `graders`. Each verifier takes a response without special tokens, and its
-label. Verifiers run in a user process, so that --reward.timeout also limits a label's regular
-expression.
+The `math` verifier is in `graders`. Each verifier takes a response without special tokens, and the
+response's label. Verifiers run in a user process, so that --reward.timeout also limits a label's
+regular expression.
 """
 
 import json
@@ -21,7 +21,7 @@ from openrlhf.rewards.assertions import read_assertions
 TEST_SECONDS = 10.0  # CPU time limit of one test
 LEAST_TEST_SECONDS = 0.1  # minimum remaining time for starting another test
 PART_OF_TIMEOUT = (
-    0.8  # share of the call's timeout that all tests may use; the rest is for starting sandboxes
+    0.8  # share of the call's timeout for all tests; the rest is for starting sandboxes
 )
 # Language tags of the fenced code blocks that may contain the program.
 PYTHON_BLOCKS = ("python", "python3", "py", "")
@@ -90,9 +90,10 @@ def grade_format(response: str, label: Any) -> float:
 
 
 def grade_length(response: str, label: Any) -> float:
-    """Return 1.0 if the number of words is in the label's range, `200` (at most) or `100-200`.
+    """Return 1.0 if the number of words is in the label's range: `200` (at most 200) or `100-200`.
 
-    Outside the range the reward falls linearly to 0, at zero words or at twice the upper bound.
+    Outside the range, the reward falls linearly and reaches 0 at zero words or at twice the upper
+    bound.
     """
     low, high = word_bounds(label)
     words = len(response.split())
@@ -223,7 +224,7 @@ def grade_code(response: str, label: Any, timeout: float) -> dict[str, Any]:
 
 
 def program_in(response: str) -> str:
-    """Return the last fenced (```) block tagged Python or untagged, or the full response."""
+    """Return the last fenced (```) block, untagged or tagged Python, or the full response."""
     program = response
     for language, block in _FENCED.findall(response):
         if language.lower() in PYTHON_BLOCKS:

@@ -1,8 +1,8 @@
 """Grades math answers: string rules first, then math-verify.
 
-`grade_answer` compares two answers with the rules expected by reward functions written for
-OpenRLHF; `grade_math` grades a full response. An unusual answer such as 9^{9^9} takes seconds, so
-both functions must run in a user process. A user process calls functions in its main thread, as
+`grade_answer` compares two answers by the rules that reward functions written for OpenRLHF expect.
+`grade_math` grades a full response. An unusual answer such as 9^{9^9} takes seconds, so both
+functions must run in a user process. A user process calls functions in its main thread, as
 math-verify's signal-based timeout requires.
 """
 
@@ -69,7 +69,7 @@ def gsm8k_answer(text: str) -> str | None:
 
 
 def grade_answer(given: str | None, truth: str | None) -> bool:
-    """Return whether `given` equals `truth`, either in normalized form or part by part in value.
+    """Return whether `given` equals `truth` in normalized form, or part by part in value.
 
     Fractions must match as written (2/4 does not match 1/2), and only an integer matches an
     integer. Other parts are compared symbolically if they contain at most two distinct letters and
@@ -168,7 +168,7 @@ def _parse(answer: str) -> list[Any]:
 
 
 def _seconds() -> int:
-    """Return math-verify's time limit: 0, which means no limit, outside the main thread."""
+    """Return math-verify's time limit, which is 0 (no limit) outside the main thread."""
     if threading.current_thread() is threading.main_thread():
         return SYMBOLIC_SECONDS
     return 0

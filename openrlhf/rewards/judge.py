@@ -36,7 +36,7 @@ class Judge:
         self.max_tokens = judge.max_tokens
 
     async def compare(self, message: str, first: str, second: str) -> float:
-        """Return 1.0 if the first answer to a message wins, 0.0 if the second wins, 0.5 for a tie.
+        """Return 1.0 if the first answer to a message wins, 0.0 if it loses, and 0.5 for a tie.
 
         Raises ServerError or NoVerdict.
         """

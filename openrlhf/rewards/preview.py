@@ -47,9 +47,9 @@ def answered(
 def wrong_requests(
     requests: Sequence[RewardRequest], tokenizer: PreTrainedTokenizerBase | None
 ) -> list[RewardRequest]:
-    """Return wrongly answered requests: each text label is answered with the next different label.
+    """Return a request with a wrong answer for each text label.
 
-    Returns no requests if all labels are equal.
+    The answer is the next text label that differs. Returns no requests if all labels are equal.
     """
     labelled = [request for request in requests if _is_text(request.label)]
     wrong: list[RewardRequest] = []

@@ -120,9 +120,10 @@ class HTTPServers:
     async def _attempt(
         self, body: Mapping[str, Any] | None, path: str, tried: list[_Server]
     ) -> Any:
-        """Send the request to a server, preferably not one that is backing off or in `tried`.
+        """Send the request to a server.
 
-        Raises ServerError, or ValueError if a retry cannot help.
+        If possible, avoid servers that are backing off or in `tried`. Raises ServerError, or
+        ValueError if a retry cannot help.
         """
         method = "POST"
         if body is None:
@@ -172,7 +173,7 @@ class HTTPServers:
 async def _await_server(client: httpx.AsyncClient, url: str) -> str | None:
     """Wait up to START_S for any response.
 
-    Return None, or a description of the problem if none arrives.
+    Return None, or a description of the problem if no response arrives.
     """
     problem = f"{without_secrets(url)} does not respond"
     with suppress(TimeoutError):

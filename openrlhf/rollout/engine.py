@@ -299,7 +299,7 @@ class RolloutEngine:
         note(f"engine {self.index} asleep")
 
     async def _wake(self, *parts: str) -> None:
-        """Move `parts` back to device memory in this order, skipping parts that are awake."""
+        """Move `parts` back to device memory in the given order, skipping parts that are awake."""
         async with self._waking:
             for part in parts:
                 if part in self._asleep:

@@ -213,7 +213,7 @@ def run_core(config: VllmConfig, addresses: EngineZmqAddresses, started: Future[
     try:
         core.run_busy_loop()
     except SystemExit:
-        pass  # raised by the loop when it is asked to end
+        pass  # raised by the loop when the loop is asked to end
     except BaseException:
         # vLLM's EngineDeadError refers to a traceback that vLLM does not print
         traceback.print_exc()

@@ -72,7 +72,7 @@ def engine_environment(device: Device) -> dict[str, str]:
 
 
 def engine_arguments(settings: EngineSettings, index: int) -> dict[str, Any]:
-    """Return the keyword arguments of vLLM's `AsyncEngineArgs` for the engine `index`."""
+    """Return the keyword arguments of vLLM's `AsyncEngineArgs` for engine number `index`."""
     vllm = settings.vllm
     on_cpu = settings.device == "cpu"
     executor = "mp"

@@ -1,7 +1,7 @@
 """Differences between the supported vLLM versions, 0.24 to 0.32; docs/gpu.md lists all of them.
 
 Differences are detected from vLLM's classes if possible, and otherwise from its version number.
-vLLM is only imported inside functions.
+vLLM is imported only inside functions.
 """
 
 import asyncio
@@ -82,7 +82,10 @@ def expert_kernel(quant_method: Any) -> Any:
 
 
 class SampledVersions:
-    """The weight versions that generated each request's tokens; vLLM before 0.32 discards them."""
+    """Recorder of the weight versions that generated each request's tokens.
+
+    vLLM before 0.32 discards these versions.
+    """
 
     def __init__(self, llm: Any) -> None:
         """Start recording. `llm` is an `AsyncLLM` that has not received any request yet."""

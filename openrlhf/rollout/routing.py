@@ -1,4 +1,4 @@
-"""Selects the engine with the cached prefix, unless it is much busier than another engine."""
+"""Selects the engine with the cached prefix, unless another engine is much less busy."""
 
 import time
 from collections import Counter, defaultdict
@@ -7,17 +7,17 @@ from collections.abc import Hashable, Iterable, Sequence
 from openrlhf.observability.metrics import Mean
 
 SLACK = 8  # engines whose loads differ by at most this number of samples count as equally busy
-MOST_KEYS = 100_000  # maximum number of remembered keys; older keys' prefixes are no longer cached
+MOST_KEYS = 100_000  # maximum number of keys; the prefixes of older keys are no longer cached
 
 
 class Router:
     """A router that distributes samples over engines by the number of samples in flight.
 
-    Samples with the same prefix have the same key (the samples of a prompt, the turns of an
-    episode). Samples go to the engine last used for their key, because that engine does not need to
-    prefill the prefix again. However, the least busy engine is picked if the other engine has many
-    more samples with *other* keys: more than `SLACK` more and more than 1.5 times as many as the
-    least busy engine's samples.
+    Samples with the same prefix have the same key: for example, the samples of a prompt or the
+    turns of an episode. Samples go to the engine last used for their key, because that engine does
+    not need to prefill the prefix again. However, the least busy engine is picked if its samples
+    are much fewer than the other engine's samples with *other* keys. The other engine must have
+    more than `SLACK` samples more, and more than 1.5 times as many.
 
     Call `pick` and `done` from one thread only.
     """

@@ -1,4 +1,4 @@
-"""Groups concurrent requests into batches, independently of HTTP and models."""
+"""Groups concurrent requests into batches, without depending on HTTP or models."""
 
 import asyncio
 from collections import deque

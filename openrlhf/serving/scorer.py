@@ -49,8 +49,8 @@ def score_texts(
 ) -> list[float]:
     """Return the model's output at the last token of each text, as in RL training.
 
-    Each forward pass has texts of similar length: at most `max_texts` texts (None for no limit) and
-    `max_tokens` tokens including padding.
+    Each forward pass has texts of similar length. A pass has at most `max_texts` texts (None for no
+    limit) and at most `max_tokens` tokens, including padding.
     """
     batch = Ragged.of(texts)
     scores = torch.zeros(len(texts))

@@ -20,13 +20,13 @@ from openrlhf.trainers.sources import Source
 
 @dataclass(kw_only=True)
 class PromptInFlight(Held):
-    """A prompt whose generation has started, with its samples once they have finished."""
+    """A prompt whose generation has started, and its samples once they have finished."""
 
     prompt: Prompt
     group: Group = field(default_factory=list[Trajectory])
     failed: int = 0  # number of failed samples in the group
-    # Version increments since the start that changed no weights (steps that published nothing).
-    # They do not count as age.
+    # Number of version increments since the start for steps that published nothing.
+    # These increments do not count as age.
     unpublished: int = 0
 
     def finish(self, group: Group) -> None:
@@ -38,7 +38,7 @@ class PromptInFlight(Held):
 
     @property
     def is_worthless(self) -> bool:
-        """True if every sample of the prompt has failed, or none has finished."""
+        """True if every sample of the prompt has failed, or if no sample has finished."""
         return self.failed == len(self.group)
 
 
@@ -64,7 +64,7 @@ class AsyncSource(Source):
         self.total_prompts = len(self.prompts) * self.train.num_episodes
         self.version = 0  # version of the engines' weights
         self.held: list[PromptInFlight] = []
-        self._unfinished_at_resume: list[PromptInFlight] = []  # to start before new prompts
+        self._unfinished_at_resume: list[PromptInFlight] = []  # restarted before new prompts start
         self._left = self._prompts()
         self._tasks: set[asyncio.Task[None]] = set()
         self._gate = SamplingGate(lets_samples_run=self.train.partial_rollout_enable)
@@ -74,7 +74,7 @@ class AsyncSource(Source):
 
     @property
     def exhausted(self) -> bool:
-        """True if no prompt is left to draw, and none is in progress or waiting."""
+        """True if no prompt is left to draw, and no prompt is in progress or waiting."""
         return self.consumed >= self.total_prompts and not self.held
 
     def _prompts(self) -> Iterator[Prompt]:

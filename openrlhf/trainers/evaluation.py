@@ -39,8 +39,8 @@ class Evaluation:
     def is_due_at_start(self, step: int, *, last: bool) -> bool:
         """Return whether the run starts with an evaluation.
 
-        True at step 0 with --eval.at_start; after a resume, if an evaluation is due at the resumed
-        step but missing.
+        The result is True at step 0 with --eval.at_start. After a resume, the result is True if an
+        evaluation is due at the resumed step but missing.
         """
         if step == 0:
             return self.config.eval.at_start and self.best.step is None

@@ -50,7 +50,7 @@ class StepBatch:
 
 
 def trainable(trajectories: Sequence[Trajectory], *, needs_groups: bool) -> list[int]:
-    """Return the indices of the trainable episodes: not failed or filtered, with sampled tokens.
+    """Return the indices of unfiltered episodes that did not fail and have sampled tokens.
 
     If samples of the same prompt are compared (`needs_groups`), the only sample of a prompt is also
     dropped.
@@ -72,8 +72,8 @@ class ExperienceMaker:
     """Adds model-computed columns to a batch and assigns credit to its tokens.
 
     The `stages` compute the columns needed by the update. With early rewards
-    (`rewards_come_early`), they include no `RewardStage`: the episodes' source has already run it.
-    `kl` holds the KL coefficient, which is fixed or adapts to a target.
+    (`rewards_come_early`), the stages include no `RewardStage`, because the episodes' source has
+    already run it. `kl` holds the KL coefficient, which is fixed or adapts to a target.
     """
 
     config: RLFlags
@@ -84,11 +84,11 @@ class ExperienceMaker:
         self.kl = KLController(kl.init_coef, target=kl.target, horizon=kl.horizon)
 
     def annotate(self, trajectories: Sequence[Trajectory]) -> StepBatch:
-        """Compute R, log π_old, log π_ref, log π_teacher and V, but only those that the update
-        needs.
+        """Compute the columns that the update needs.
 
-        The models compute in parallel. Each timing metric is the time in seconds from the common
-        start to the end of its stage. Columns that are not computed have no metric.
+        The possible columns are R, log π_old, log π_ref, log π_teacher and V. The models run in
+        parallel. Each timing metric is the time in seconds from the common start to the end of its
+        stage. Columns that are not computed have no metric.
         """
         timing: dict[str, Metric] = {}
         needs_groups = self.config.estimator_traits.per_group

@@ -19,7 +19,7 @@ class DynamicFilter:
     A step starts with as many prompts as it needs, and each rejected prompt is replaced by the next
     prompt in order. A step therefore draws no more prompts than it needs to fill its batch,
     regardless of the order in which the prompts finish. Without over-sampling, no prompt is waiting
-    when a step is complete, so a resumed run only needs the number of drawn prompts.
+    when a step is complete, so a resumed run needs only the number of drawn prompts.
     """
 
     low: float
@@ -44,7 +44,7 @@ class DynamicFilter:
 
 
 def thrown_away(trajectory: Trajectory) -> Trajectory:
-    """Return the episode marked as filtered and without its tokens."""
+    """Return the episode, marked as filtered and without its tokens."""
     return replace(
         trajectory,
         filtered=True,

@@ -112,7 +112,7 @@ class KTOTask(ReferencedTask[KTOConfig, LabelledRow]):
         return paired
 
     def collate(self, rows: Sequence[LabelledRow]) -> Answers:
-        """Return one ragged batch: sample 2i is row i, 2i + 1 its prompt with another answer."""
+        """Return one ragged batch. Sample 2i is row i; 2i + 1 is its prompt with another answer."""
         tokens: list[list[int]] = []
         masks: list[list[bool]] = []
         desirable: list[bool] = []

@@ -80,12 +80,12 @@ class RemoteTeacher:
         return [0.0, *logprobs]
 
     async def _judged(self, tokens: Sequence[int]) -> list[dict[str, Any]]:
-        """Return the server's entry for each token except the first."""
+        """Return the server's entry for each token except the first token."""
         entries = zip(await self._entries(tokens), tokens[1:], strict=True)
         return [self.engine.read(entry, str(token), kind=dict) for entry, token in entries]
 
     async def _entries(self, tokens: Sequence[int]) -> list[dict[str, Any]]:
-        """Return the server's entries for each position except the first.
+        """Return the server's entries for each position except the first position.
 
         Each entry maps the ids of the prompt's own token and of the most likely tokens to their
         scores.

@@ -42,7 +42,7 @@ class RewardTask(PairTask[RMConfig, Pairs]):
     def measured_rows(self, train_rows: Any) -> Subset[PairRow]:
         """Return the first training rows.
 
-        The model always stores the scale of the rewards of these rows.
+        The model always stores the scale of its rewards for these rows.
         """
         number = max(FEWEST_MEASURED, int(len(train_rows) * MEASURED_FRACTION))
         return Subset(train_rows, range(min(number, len(train_rows))))

@@ -19,7 +19,8 @@ class SamplingGate:
     def __init__(self, *, lets_samples_run: bool) -> None:
         self.lets_samples_run = lets_samples_run
         self.is_closed = False
-        # Maps a prompt's index to a future that completes when its last token has been sampled.
+        # Maps a prompt's index to a future that completes when the prompt's last token has been
+        # sampled.
         self._sampling: dict[int, asyncio.Future[None]] = {}
 
     def enter(self, prompt: Prompt) -> None:
@@ -35,7 +36,7 @@ class SamplingGate:
     async def close(self) -> bool:
         """Keep new prompts from starting, and return whether weights may be published.
 
-        False if the process is asked to terminate while samples are still in progress.
+        Returns False if the process is asked to terminate while samples are still in progress.
         """
         self.is_closed = True
         if self.lets_samples_run:

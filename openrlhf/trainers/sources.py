@@ -100,7 +100,7 @@ class Source(ABC):
         return self.consumed // len(self.prompts)
 
     def rest_of_epoch(self, drawn: int) -> Iterator[Prompt]:
-        """Yield the remaining prompts of an epoch, numbered in the order they are drawn.
+        """Yield the remaining prompts of an epoch, numbered in the order in which they are drawn.
 
         `drawn` is the number of prompts that have already been drawn, over all epochs.
         """
@@ -112,7 +112,7 @@ class Source(ABC):
             num_workers=self.config.data.dataloader_num_workers,
         )
         for index, prompt in enumerate(chain.from_iterable(loader), drawn):
-            self._drawn = index + 1  # counts the yielded prompts, not those the loader prefetched
+            self._drawn = index + 1  # counts the yielded prompts, but not the prefetched prompts
             yield replace(prompt, index=index)
 
     def prompt(self, number: int) -> Prompt:

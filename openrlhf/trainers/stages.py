@@ -29,9 +29,9 @@ from openrlhf.workers.frozen import RewardWorker
 class EpisodeRows:
     """Finished episodes, with their rows and the columns computed so far.
 
-    There is one row per conversation: the conversations of the first episode, then those of the
-    second, and so on. By default, the rows are built from the episodes when a stage first reads
-    them, because rewards from a function alone do not need rows.
+    There is one row per conversation: first the conversations of the first episode, then the
+    conversations of the second episode, and so on. By default, the rows are built from the episodes
+    when a stage first reads them, because rewards from a function alone do not need rows.
     """
 
     def __init__(self, episodes: Sequence[Trajectory], rows: Experience | None = None) -> None:
@@ -230,7 +230,7 @@ class RewardStage:
 
 @dataclass(frozen=True, kw_only=True)
 class EarlyStages:
-    """Stages that can run on the samples of one prompt as soon as they have finished."""
+    """Stages that can run on the samples of one prompt as soon as these samples have finished."""
 
     stages: Sequence[Stage]
     timeout_s: float

@@ -34,7 +34,7 @@ T = TypeVar("T")
 
 @dataclass(eq=False, repr=False)
 class SupervisedTrainer(Generic[Row, Micro]):
-    """Trains a task: steps, logs, evaluations, checkpoints and export.
+    """Trains a task: takes steps, logs, evaluates, writes checkpoints and exports the model.
 
     Every process has a trainer.
     """

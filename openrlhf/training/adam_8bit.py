@@ -9,7 +9,7 @@ from bitsandbytes.optim.adamw import AdamW8bit
 from torch import Tensor
 
 BLOCK = 256  # number of moments that share a scale in bitsandbytes
-# Moments per chunk. On a CPU, bitsandbytes would convert all moments of a tensor at once.
+# Number of moments per chunk. On a CPU, bitsandbytes would convert all moments of a tensor at once.
 CPU_CHUNK = 4096 * BLOCK
 # States with one element per weight, and states with one element per block.
 MOMENTS = ("state1", "state2")

@@ -22,11 +22,11 @@ from openrlhf.training.zero3_files import Zero3Files
 
 
 class WeightAverage:
-    """The average p̄ ← β·p̄ + (1 − β)·p of every trained weight in float32, starting at the current
-    weights.
+    """The float32 average p̄ ← β·p̄ + (1 − β)·p of every trained weight.
 
-    In bfloat16 training, the float32 master weights are averaged. With ZeRO 3, each rank averages
-    its own shards; otherwise, rank 0 averages the complete weights.
+    The average starts at the current weights. In bfloat16 training, the master weights are
+    averaged. With ZeRO 3, each rank averages its own shards; otherwise, rank 0 averages the
+    complete weights.
     """
 
     def __init__(self, module: nn.Module, strategy: Strategy, beta: float) -> None:
@@ -39,7 +39,7 @@ class WeightAverage:
         self.averages = self._copy_weights(torch.float32)
 
     def _weights(self) -> Iterator[tuple[str, Tensor]]:
-        """Yield names and weights (with ZeRO 3, only this rank's shards of the weights).
+        """Yield the name of each weight, and the weight (with ZeRO 3, this rank's shard of it).
 
         Collective.
         """
@@ -101,7 +101,7 @@ class WeightAverage:
     def whole_weights(self) -> dict[str, Tensor]:
         """The averaged weights, keyed by parameter name in the Transformers model.
 
-        The mapping is empty with ZeRO 3, because every rank has only shards.
+        The mapping is empty with ZeRO 3, because no rank has the complete weights.
         """
         if self.sharded:
             return {}

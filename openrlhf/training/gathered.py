@@ -22,7 +22,7 @@ def full_parameters(engine: TrainEngine, bucket_bytes: int) -> Iterator[list[Nam
 def exported_parameters(
     engine: TrainEngine, bucket_bytes: int, *, masters: bool = False
 ) -> Iterator[list[NamedTensor]]:
-    """Yield the parameters to export: those of the adapters, if any, or else of the plain model.
+    """Yield the parameters to export: only the adapters if there are any, else the plain model.
 
     If `masters` is true, the float32 master weights are yielded instead of the rounded weights. The
     engine must be awake.

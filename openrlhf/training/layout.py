@@ -1,4 +1,4 @@
-"""Layout of ranks: which rank has which part of the data, each sequence and each weight. All
+"""The layout of ranks: each rank's part of the data, of each sequence and of each weight. All
 functions are pure and need no process group or device.
 """
 
@@ -16,8 +16,8 @@ class RankLayout:
     Consecutive ranks split a weight, and consecutive groups of these ranks split a sequence, so
     that the heaviest communication stays on one node.
 
-    Example with dp 2, sp 1, tp 2: ranks 0 and 1 work on slice 0, ranks 2 and 3 on slice 1. Ranks 0
-    and 2 have the same half of the weights and sum their gradients.
+    Example with dp 2, sp 1, tp 2: ranks 0 and 1 work on slice 0, and ranks 2 and 3 work on slice 1.
+    Ranks 0 and 2 have the same half of the weights and sum their gradients.
     """
 
     dp: int

@@ -119,10 +119,10 @@ class Muon(torch.optim.AdamW):
 
     @torch.no_grad()
     def step(self, closure: Callable[[], float] | None = None) -> float | None:  # pyright: ignore[reportIncompatibleMethodOverride]
-        """Update the parameters in all groups. If DeepSpeed partitions the parameters, all ranks
-        must call this method.
+        """Update the parameters in all groups.
 
-        If `closure` is set, it first computes the gradients, and its loss is returned.
+        If DeepSpeed partitions the parameters, all ranks must call this method. If `closure` is
+        set, first call it to compute the gradients, and return its loss.
         """
         loss = None
         if closure is not None:

@@ -164,7 +164,7 @@ def _large_weights(module: nn.Module) -> set[nn.Parameter]:
 
 
 def _is_embedding(name: str, layer: nn.Module) -> bool:
-    """Return whether a layer is an embedding, by its class or by its name (kept by adapters)."""
+    """Return whether a layer is an embedding, by its class or by its name (which adapters keep)."""
     return isinstance(layer, nn.Embedding) or "embed" in name
 
 

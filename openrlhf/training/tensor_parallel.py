@@ -1,4 +1,4 @@
-"""Tensor parallelism: the weights of linear layers split over ranks, by DeepSpeed's AutoTP.
+"""Tensor parallelism: DeepSpeed's AutoTP splits the weights of linear layers over ranks.
 
 The layers to split by rows and by columns are listed in Transformers' tensor-parallel plan for the
 architecture. Output heads, embeddings and experts are not split.
@@ -68,9 +68,10 @@ def _are_trained(module: nn.Module, patterns: list[str]) -> bool:
 def adapters_visible() -> Iterator[None]:
     """Make AutoTP process the layers inside PEFT's layers until the block exits.
 
-    AutoTP would mistake a PEFT layer for a linear layer, because it has a `weight` property.
+    AutoTP would mistake a PEFT layer for a linear layer, because PEFT layers have a `weight`
+    property.
     """
-    from peft.tuners.tuners_utils import BaseTunerLayer  # slow, needed only for adapters
+    from peft.tuners.tuners_utils import BaseTunerLayer  # a slow import, needed only for adapters
 
     layer: Any = BaseTunerLayer
     weight = vars(layer)["weight"]
@@ -114,7 +115,7 @@ def part_of(parameter: Any, whole: Tensor) -> Tensor:
 
 
 def _split(parameter: Any) -> dict[str, Any] | None:
-    """Return AutoTP's description of a split parameter, or None if it is not split."""
+    """Return AutoTP's description of how a parameter is split, or None if it is not split."""
     if not getattr(parameter, "tensor_model_parallel", False):
         return None
     return parameter.ds_autotp_universal_checkpoint_meta

@@ -24,7 +24,7 @@ class Zero3Files:
     """The files of a ZeRO 3 checkpoint."""
 
     def __init__(self, folder: Path) -> None:
-        """Read the shapes of the weights, and map the files with the states."""
+        """Read the shapes of the weights, and find the files that contain the states."""
         self.folder = folder
         by_place: dict[tuple[int, int], Path] = {}
         for file in folder.glob("*_optim_states.pt"):

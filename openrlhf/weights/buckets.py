@@ -21,7 +21,7 @@ BLOCKS_AT_ONCE = {"cpu": 1, "cuda": 64}
 
 @dataclass(frozen=True, kw_only=True)
 class TensorSpec:
-    """A tensor's name in the model's checkpoint, dtype during transport and full shape."""
+    """A tensor's name in the model's checkpoint, its dtype during transport, and its full shape."""
 
     name: str
     dtype: torch.dtype
@@ -76,7 +76,7 @@ def pack(bucket: Bucket, tensors: Iterable[NamedTensor], buffer: Tensor) -> None
 
 
 def unpack(bucket: Bucket, buffer: Tensor) -> Iterator[NamedTensor]:
-    """Yield name and tensor of every spec. The tensors are views of `buffer` (uint8)."""
+    """Yield the name and the tensor of every spec. The tensors are views of `buffer` (uint8)."""
     for spec, view in _views(bucket, buffer):
         yield spec.name, view
 

@@ -19,11 +19,11 @@ from openrlhf.weights.manifest import WeightManifest
 class Encoder:
     """A way to encode weights.
 
-    The names yielded by `blanks` and `gathered` are the same and in the same order.
+    `blanks` and `gathered` yield the same names in the same order.
     """
 
     blanks: Iterable[NamedTensor]  # the trainer's tensors on the meta device
-    # Yields the trainer's tensors in buckets of the given number of bytes, on all ranks together.
+    # Yields the trainer's tensors in buckets of the given number of bytes. All ranks must iterate.
     # A bucket is valid until the next bucket is requested.
     gathered: Callable[[int], Iterable[list[NamedTensor]]]
     # Returns the engine's tensors for one of the trainer's tensors, under the engine's names.

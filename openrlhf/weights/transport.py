@@ -4,10 +4,10 @@ A channel's calls block until the bytes have been transferred, or raise Publicat
 `send` by a sender is matched by a `receive` by its receivers, with a buffer of the same size.
 
 Senders and all engine workers form one group, separate from torch's default group. Broadcasts have
-one sender, trainer rank 0: gloo between CPU processes, NCCL between different GPUs. With CUDA IPC,
-every trainer rank sends to the engine worker on its own GPU. Only gloo and, with one rank, CUDA IPC
-have been tested so far. The NCCL code was written from torch's source code; its test is marked
-`gpu` and needs two GPUs.
+one sender, trainer rank 0. They use gloo between CPU processes, and NCCL between different GPUs.
+With CUDA IPC, every trainer rank sends to the engine worker on its own GPU. Only gloo and, with one
+rank, CUDA IPC have been tested so far. The NCCL code was written from torch's source code; its test
+is marked `gpu` and needs two GPUs.
 """
 
 import os

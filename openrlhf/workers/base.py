@@ -284,7 +284,7 @@ class TrainedWorker(ABC, Generic[Job]):
         return estimate
 
     def save_checkpoint(self, directory: str, tag: str) -> None:
-        """Write weights, EMA weights, optimizer, schedule and random state. Collective."""
+        """Write the weights, EMA, optimizer state, schedule state and random state. Collective."""
         self.engine.save(directory, tag)
 
     def load_checkpoint(self, directory: str, tag: str) -> None:

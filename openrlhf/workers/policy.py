@@ -149,8 +149,8 @@ class PolicyWorker(TrainedWorker[PolicyUpdate]):
     def counts(self, micro: Experience | TokenRows) -> Mapping[str, float]:
         """Return a micro-batch's parts of the loss denominators.
 
-        The denominator of the aggregated policy loss is `policy`, of sums over action tokens
-        `tokens`, and of sums over pretraining tokens `pretraining`.
+        The aggregated policy loss is divided by `policy`, sums over action tokens are divided by
+        `tokens`, and sums over pretraining tokens are divided by `pretraining`.
         """
         if isinstance(micro, TokenRows):
             return {"policy": 0.0, "tokens": 0.0, "pretraining": float(micro.loss_mask.sum())}
@@ -214,7 +214,7 @@ class PolicyWorker(TrainedWorker[PolicyUpdate]):
         mask: Tensor,
         totals: Mapping[str, float],
     ) -> tuple[Tensor, Metrics]:
-        """Compute the surrogate loss of the sampled tokens and its metrics.
+        """Compute the surrogate loss of the sampled tokens, and the loss's metrics.
 
         A correction weights each token. For losses with a sequence ratio, the correction instead
         changes the ratio from π_θ / π_old to π_θ / π_rollout.
@@ -275,7 +275,7 @@ class PolicyWorker(TrainedWorker[PolicyUpdate]):
         return total > limit * tokens
 
     def weight_manifest(self, version: int | None = None) -> WeightManifest:
-        """Return the manifest for publishing the current weights, or the served adapter.
+        """Return the manifest of the served adapter or, without an adapter, of the weights.
 
         Tensors are named as in the model's files, and tied weights appear once. The weight version
         is set to `version`, unless `version` is None.
@@ -289,7 +289,7 @@ class PolicyWorker(TrainedWorker[PolicyUpdate]):
         )
 
     def _encoder(self) -> Encoder:
-        """Return the encoder that publishes the served adapter or, without one, the full model."""
+        """Return the encoder for the served adapter or, without an adapter, for the full model."""
         model = self.engine.hf
         if self.served_adapter:
             return Encoder(

@@ -114,7 +114,7 @@ class StepCutter:
         return actions[-1:] or [len(tokens) - 1]
 
     def marked(self, tokens: Sequence[int], ends: Sequence[int]) -> tuple[list[int], list[bool]]:
-        """Return a mask, and the tokens up to the last step with a placeholder after each step.
+        """Return the tokens up to the last step, with a placeholder after each step, and a mask.
 
         The mask is True at the placeholders. A step that already ends with a placeholder does not
         get a second placeholder.
