@@ -41,7 +41,7 @@ ROLES = {
 
 
 def command(folder: Path, steps: int) -> list[str]:
-    """Write a model and prompts to `folder`, and return the command of the run."""
+    """Write a model and prompts to `folder`, and return the run's command."""
     sizes: dict[str, Any] = dict(HEADS)
     model = save_tiny_model(folder / "model", "qwen2-tied", **sizes)
     draw = random.Random(0)
@@ -89,7 +89,7 @@ def private_memory(root: int) -> dict[str, float]:
 
 
 def follow(words: list[str], rows: Path, log: Path) -> Iterator[tuple[int, dict[str, float]]]:
-    """Run the command, and yield the number of finished steps and the memory after each of them.
+    """Run the command, and yield the number of finished steps and the memory after each step.
 
     Raises RuntimeError if the command fails.
     """

@@ -369,7 +369,7 @@ def measure_reinforcement(
 
 
 def measure_offline(case: Case, path: str, strategy: Strategy, meter: Meter) -> None:
-    """Measure the trained model of an offline task, and its frozen model if it has one."""
+    """Measure the trained model of an offline task, and the frozen model if the task has one."""
     lora = LoraConfig(rank=case.lora, alpha=2 * case.lora)
     ds = DeepSpeedConfig(**deepspeed_flags(case), lora=lora)
     task = task_of(case.role, path, path, ds)

@@ -153,7 +153,7 @@ def asynchronous(work: Workload, queue: int, staleness: int, *, partial: bool) -
 
 
 def outcome(work: Workload, engines: Engines, seconds: float, lags: Counter[int]) -> Outcome:
-    """Return the outcome of a run."""
+    """Return a run's outcome."""
     return Outcome(
         steps=work.steps,
         seconds=seconds,

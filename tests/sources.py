@@ -64,7 +64,7 @@ def package() -> dict[str, Module]:
 
 
 def loaded_with(name: str) -> set[str]:
-    """Return everything that importing a module loads, according to our own source.
+    """Return everything that is loaded when a module is imported, according to our own source.
 
     The result contains our modules, and the top-level names of libraries.
     """

@@ -34,7 +34,7 @@ Hold = Callable[..., "subprocess.Popen[str]"]
 
 @pytest.fixture
 def hold() -> Iterator[Hold]:
-    """Return a function that starts a process which locks a path."""
+    """Return a function that locks a path in a new process."""
     started: list[subprocess.Popen[str]] = []
 
     def start(path: Path, *, is_file: bool = False, then: str = WAIT) -> subprocess.Popen[str]:

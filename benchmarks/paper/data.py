@@ -50,7 +50,7 @@ def dapo_rows(problems: Iterable[Mapping[str, Any]]) -> list[Row]:
 
 
 def ppo_rows(pairs: Iterable[Mapping[str, Any]]) -> list[Row]:
-    """Return each prompt once, beginning with the space that DeepSpeed-Chat adds."""
+    """Return each prompt once, with the leading space that DeepSpeed-Chat adds."""
     texts = dict.fromkeys(" " + pair["prompt"] for pair in pairs)
     return [{"prompt": text} for text in texts]
 

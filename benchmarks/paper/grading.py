@@ -29,7 +29,7 @@ def reward_func(
 
 
 def trl_reward(completions: list[Any], answer: list[str], **_: Any) -> list[float]:
-    """Grade completions of TRL, which are lists of messages."""
+    """Grade TRL's completions; each completion is a list of messages."""
     rewards = []
     for completion, label in zip(completions, answer, strict=True):
         rewards.append(is_right(completion[-1]["content"], label))
@@ -39,6 +39,6 @@ def trl_reward(completions: list[Any], answer: list[str], **_: Any) -> list[floa
 def compute_score(
     data_source: str, solution_str: str, ground_truth: str, extra_info: Any = None, **_: Any
 ) -> dict[str, float]:
-    """Grade a response of verl, whose group filter reads the key `acc`."""
+    """Grade one of verl's responses; verl's group filter reads the key `acc`."""
     right = is_right(solution_str, ground_truth)
     return {"score": right, "acc": right}

@@ -1,4 +1,4 @@
-"""Measures every framework's seconds per step in the same way, from its output.
+"""Measures every framework's seconds per step in the same way, from the framework's output.
 
 At the end of each step, a framework leaves a mark: a printed line or a written row. The time
 between two consecutive marks is the full duration of a step.

@@ -126,7 +126,7 @@ def our_flags(case: Case, folder: Path, place: Path) -> dict[str, object]:
 
 
 def our_command(case: Case, folder: Path, place: Path) -> list[str]:
-    """Return the command line of this project."""
+    """Return this project's command line."""
     words = [sys.executable, "-m", "openrlhf.cli.train_ppo_ray"]
     words += ["--config", str(HERE / case.name / "ours.yaml")]
     for name, value in our_flags(case, folder, place).items():
@@ -135,7 +135,7 @@ def our_command(case: Case, folder: Path, place: Path) -> list[str]:
 
 
 def peer_command(case: Case, folder: Path, place: Path, peer: Path) -> list[str]:
-    """Return the command line of the peer, whose environment is in `peer`."""
+    """Return the peer's command line; the peer's environment is in `peer`."""
     match case.name:
         case "gsm8k":
             words: list[object] = [peer / "bin/accelerate", "launch"]
@@ -215,7 +215,7 @@ def measure_peer(case: Case, folder: Path, place: Path, peer: Path, *, timeout_s
 
 
 def report(case: Case, seen: dict[str, list[Summary]]) -> str:
-    """Return the table of a comparison, with the ratio of the mean seconds per step."""
+    """Return a comparison's table, including the ratio of the mean seconds per step."""
     lines = [
         f"{case.name}, {case.model}, {case.gpus} GPU(s), {case.steps} steps after {case.warm_up}"
     ]

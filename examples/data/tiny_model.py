@@ -16,7 +16,7 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from transformers import PreTrainedTokenizerFast, Qwen2Config, Qwen2ForCausalLM
 
 VOCABULARY = 4096  # maximum number of tokens
-# Qwen2 tokenizers always add this eos token, so another eos token would only be a second one.
+# Qwen2 tokenizers always add this eos token, so any other eos token would be a second eos token.
 END = "<|endoftext|>"
 
 

@@ -1,6 +1,7 @@
 """Tests of the documented agent interface in real processes with a fake engine.
 
-The engine's samples are a function of the prompt and the seed, so that tests can compute them.
+The engine's samples are a function of the prompt and the seed, so that tests can compute the
+samples.
 """
 
 from __future__ import annotations

@@ -109,7 +109,7 @@ class Agent(OpenAIAgentExecutor):
 def play(
     engine: ScriptedEngine, conversation: Any, *, max_tokens: int | None = None
 ) -> dict[str, Any]:
-    """Run an episode whose agent is the coroutine `conversation(client)`, and return its result."""
+    """Run an episode whose agent is the coroutine `conversation(client)`, and return the result."""
 
     async def episode() -> dict[str, Any]:
         agent = Agent(conversation)

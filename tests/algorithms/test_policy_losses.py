@@ -142,7 +142,7 @@ def test_policy_losses_match_the_reference(
 
 @pytest.mark.parametrize("name", LOSSES)
 def test_surrogate_gradient_equals_reinforce_at_ratio_1(name: str) -> None:
-    """The gradient ∂ℓ_t / ∂ log π_t is −Â_t; for GSPO it is the mean over the sequence.
+    """The gradient ∂ℓ_t / ∂ log π_t is −Â_t; for GSPO, the gradient is the mean over the sequence.
 
     In GSPO all tokens of a sequence share one ratio.
     """

@@ -102,7 +102,7 @@ def test_whitened_values_have_mean_zero_and_variance_one(
 
 
 def test_whitening_applies_the_minimum_variance() -> None:
-    """Two values 2e-5 apart have variance 1e-10; raising it to 1e-8 gives ±0.1 instead of ±1."""
+    """Two values 2e-5 apart have variance 1e-10; a variance of 1e-8 gives ±0.1 instead of ±1."""
     x = torch.tensor([0.0, 2e-5])
     assert torch.allclose(
         masked_whiten(x, torch.ones(2, dtype=torch.bool)), torch.tensor([-0.1, 0.1])

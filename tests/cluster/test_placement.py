@@ -72,7 +72,7 @@ def allowed(plan: Placement, cluster: list[Machine], places: Places) -> bool:
 
 
 def any_plan_fits(plan: Placement, cluster: list[Machine]) -> bool:
-    """Try every machine for every process, and return a valid assignment if there is one."""
+    """Try every machine for every process, and return True if any assignment is valid."""
     ways = [
         itertools.combinations_with_replacement(cluster, each.processes) for each in plan.groups
     ]

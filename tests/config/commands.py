@@ -1,4 +1,4 @@
-"""Minimal valid command lines, and helpers that parse longer ones."""
+"""Minimal valid command lines, and helpers that parse longer command lines."""
 
 from __future__ import annotations
 

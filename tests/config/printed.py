@@ -38,7 +38,7 @@ class Printed:
 
     @property
     def command(self) -> str:
-        """Return the name of the command."""
+        """Return the command's name."""
         return self._split[0]
 
     @property

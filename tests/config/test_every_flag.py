@@ -277,7 +277,7 @@ def followed(command: str, advice: str) -> str:
 
 
 def enabling(command: str, flag: Flag, line: str) -> str:
-    """Return the arguments that a flag needs to have an effect, according to the notices."""
+    """Return the arguments without which, according to the notices, a flag has no effect."""
     more = ""
     while True:
         _, notices = resolved(command, f"{line} {more}")

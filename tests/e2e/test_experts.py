@@ -18,7 +18,7 @@ from tests.tiny import save_tiny_model
 KINDS = {
     "mixtral": (2, None),
     "qwen3-moe": (3, True),
-}  # maps a model to its ZeRO stage and whether to pack rows
+}  # maps a model to its ZeRO stage and to whether rows are packed
 
 
 @pytest.fixture(scope="module")

@@ -152,7 +152,7 @@ def start(kind: Kind, folder: Path, **flags: bool) -> subprocess.Popen[str]:
 
 
 def freeze(name: str) -> None:
-    """Complete one run of a kind, kill a second one, and archive what the killed run left."""
+    """Complete one run of a kind, kill a second run, and archive the killed run's files."""
     kind = KINDS[name]
     with TemporaryDirectory() as temporary:
         whole, killed = Path(temporary) / "whole", Path(temporary) / name

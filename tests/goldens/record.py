@@ -1,4 +1,4 @@
-"""Golden numbers: recorded results of the commands, with which later commits are compared.
+"""Golden numbers: recorded results with which the results of later commits are compared.
 
 `python -m tests.goldens.record` records all missing goldens. If goldens are named, as in
 `python -m tests.goldens.record configurations sft`, the command records the named goldens again.
@@ -145,7 +145,7 @@ def offline_flags(workspace: Path, folder: Path, rows: list[dict[str, Any]]) -> 
 
 
 def outcome(folder: Path) -> dict[str, Any]:
-    """Return the numbers that a run logged and the hashes of the files it exported."""
+    """Return the numbers that a run logged and the hashes of the files that the run exported."""
     hashes = {}
     for file in sorted((folder / "model").glob("*.safetensors")):
         hashes[file.name] = hashlib.sha256(file.read_bytes()).hexdigest()
@@ -286,7 +286,7 @@ def grpo_flags(workspace: Path, folder: Path) -> dict[str, Any]:
 
 @golden("grpo", slow=True)
 def grpo(folder: Path) -> dict[str, Any]:
-    """Return the outcome of a short GRPO run with all its samples.
+    """Return the outcome of a short GRPO run, including all samples.
 
     Every step samples with newly published weights.
     """

@@ -1,4 +1,4 @@
-"""Toy data for the goldens, which must not change because the recorded numbers depend on it."""
+"""Toy data for the goldens; it must not change because the recorded numbers depend on it."""
 
 from __future__ import annotations
 

@@ -218,7 +218,7 @@ def summarize(rows: Sequence[Mapping[str, Any]], began: float) -> dict[str, Any]
 
 
 def stand_ins(folder: Path, model: str | Path | None, data: Path | None) -> tuple[str | Path, Path]:
-    """Return a model and data with two held-out problems, creating whichever is missing."""
+    """Return a model and data with two held-out problems; create whichever is missing."""
     if model is None:
         from tests.tiny import save_tiny_model
 

@@ -49,7 +49,7 @@ def tree_nbytes(root: Path) -> int:
 def pack(files: Iterable[tuple[str, Path]], out: Path, room: int) -> list[Piece]:
     """Pack files, keyed by name in the archive, into as few pieces of `room` bytes as possible.
 
-    Text files are compressed, but not wheels and .tar.xz archives, which are already compressed.
+    Text files are compressed, unlike wheels and .tar.xz archives, which are already compressed.
     Raises ValueError if `room` is less than a MiB.
     """
     if room < MIB:

@@ -128,7 +128,7 @@ def kit_files(wheels: Path | None, data: Path | None) -> Iterator[tuple[str, Pat
 
 @dataclass(frozen=True, kw_only=True)
 class Place:
-    """The folders of a trial on the machine, which are kept between calls."""
+    """The folders that a trial keeps on the machine between calls."""
 
     store: Path
     output: Path
@@ -150,7 +150,7 @@ class Place:
         return self.store / "data"
 
     def environment(self) -> dict[str, str]:
-        """Return the environment variables for the commands of the trial."""
+        """Return the environment variables for the trial's commands."""
         paths = [str(ROOT)]
         if self.site.exists():
             paths.insert(0, str(self.site))

@@ -1,4 +1,4 @@
-"""The process pool: user code may do anything to its own process but cannot harm others."""
+"""The process pool: user code may damage its own process but not other processes."""
 
 from __future__ import annotations
 

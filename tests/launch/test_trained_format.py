@@ -99,7 +99,7 @@ def first_text(task: str, model: str, rows: Path, flags: str = "", *, follows: b
 def first_prompt(
     command: str, model: str, rows: Path, flags: str = "", *, follows: bool = True
 ) -> tuple[str, PreTrainedTokenizerBase]:
-    """Return the first prompt of a command that generates, and the tokenizer of the command."""
+    """Return the first prompt of a command that generates, and the command's tokenizer."""
     line = f"{PROMPTS[command].format(model=model, rows=rows)} {flags}"
     config = parse_config(ROOTS[command], line.split(), command=command)
     if command == "train_ppo_ray":

@@ -1,4 +1,4 @@
-"""One rank of the scalar model's ZeRO test, which scores, trains, exports and scores again.
+"""One rank of the scalar model's ZeRO test: scores, trains, exports, and scores again.
 
 The job runs at ZeRO stages 2 and 3.
 """

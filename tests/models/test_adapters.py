@@ -278,9 +278,7 @@ def test_lora_combiner_rejects_an_adapter_for_a_differently_shaped_model(
         lora_combiner.main(flags.split())
     printed = capsys.readouterr().err
     assert f"--lora_path {adapter}" in printed and f"--model_path {other}" in printed
-    with pytest.raises(
-        SystemExit
-    ):  # without a head, the adapter looks like one for a language model
+    with pytest.raises(SystemExit):  # without a head, the adapter looks like a language model's
         lora_combiner.main(f"--is_rm {flags}".split())
     assert f"--lora_path {adapter}" in capsys.readouterr().err
     assert not (tmp_path / "m").exists()
@@ -342,7 +340,7 @@ def test_gradient_checkpointing_does_not_change_adapter_gradients(
 
 
 def test_published_4_bit_weights_equal_the_values_used_in_computation(tmp_path: Path) -> None:
-    """The model scores tokens before it trains, as in a run.
+    """The model scores tokens before it trains, as it does in a run.
 
     On a CPU, bitsandbytes would otherwise pack the weights for kernels without a backward pass.
     """

@@ -1,4 +1,4 @@
-"""Metric declarations, and the page generated from them."""
+"""Metric declarations, and the page generated from the declarations."""
 
 import re
 

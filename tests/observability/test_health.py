@@ -140,7 +140,7 @@ def evaluations(*scores: float, error: float = 0.02) -> list[Row]:
 
 
 def reported_when(rows: list[Row]) -> str:
-    """Return when the single expected notice is printed: during the run, at its end, or never."""
+    """Return when the single expected notice is printed: during the run, at the end, or never."""
     health = Health()
     running = health.read(rows)
     ended = health.end()

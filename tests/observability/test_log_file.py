@@ -23,7 +23,7 @@ FULL = Path("/dev/full")  # every write fails, as it would on a full disk
 def files_of_at_most(size: int) -> Iterator[None]:
     """Make writes beyond the first `size` bytes of a file fail until the block exits.
 
-    Part of a line may still be written, as on a disk that fills up.
+    Part of a line may still be written, as happens on a disk that fills up.
     """
     soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
     resource.setrlimit(resource.RLIMIT_FSIZE, (size, hard))

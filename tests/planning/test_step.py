@@ -52,7 +52,7 @@ def test_prediction_of_measured_steps_is_within_the_reserve(policy: ModelRole) -
 
 
 def test_step_of_stage_1_in_bfloat16_holds_two_copies_of_the_gradients(policy: ModelRole) -> None:
-    """Weights 2, masters 4, moments 8, gradients 2 + 4, their float32 copy 4, its rounded copy 2.
+    """Bytes per parameter: weights 2, masters 4, moments 8, gradients 2 + 4, and copies 4 + 2.
 
     Only masters and moments are divided among the ranks.
     """

@@ -254,7 +254,7 @@ def build_model(*, tied: bool) -> Qwen2ForCausalLM:
 
 
 def noisy_copy(model: PreTrainedModel, names: Sequence[str], scale: float) -> PreTrainedModel:
-    """Copy the model, adding noise with standard deviation `scale` to the named tensors."""
+    """Copy the model, and add noise with standard deviation `scale` to the named tensors."""
     copy = type(model)(model.config).eval()
     copy.load_state_dict(model.state_dict())
     generator = torch.Generator().manual_seed(0)
@@ -666,7 +666,7 @@ class TestFailure:
         ("gpt2", {"n_embd": 128, "n_head": 4, "n_layer": 2, "n_positions": MAX_LEN}),
         ("opt", {"ffn_dim": 160, "word_embed_proj_dim": 128}),
         pytest.param(
-            # vLLM packs experts only once, unless it has to rebuild their kernel.
+            # vLLM packs experts only once, unless the experts' kernel has to be rebuilt.
             "qwen3_moe",
             {
                 "head_dim": 32,

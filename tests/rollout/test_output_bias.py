@@ -1,4 +1,4 @@
-"""Weight updates of an output layer with a bias, as in Phi."""
+"""Weight updates of an output layer that has a bias, like Phi's."""
 
 from __future__ import annotations
 

@@ -51,7 +51,7 @@ class Prompts:
 
 
 class Dice:
-    """A generator of samples with random scores, which are equal in about half of the groups."""
+    """A generator of samples whose random scores are equal in about half of the groups."""
 
     def __init__(self, seed: int) -> None:
         self.draw = random.Random(seed)

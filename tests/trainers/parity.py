@@ -175,7 +175,7 @@ def compare(cases: Iterable[Case], folder: Path) -> dict[Case, Errors | str]:
 
 
 def run_all(cases: Iterable[Case], folder: Path) -> dict[Case, dict[str, Any] | str]:
-    """Run the cases, sharing processes between cases with the same numbers of ranks."""
+    """Run the cases; cases with the same numbers of ranks share processes."""
     # DeepSpeed cannot build an ordinary engine after a tensor-parallel engine.
     worlds: dict[tuple[int, int], list[Case]] = {}
     for case in cases:

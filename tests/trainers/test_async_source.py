@@ -193,7 +193,7 @@ def test_step_is_counted_as_soon_as_its_samples_are_taken(
 ) -> None:
     """The step count reveals that samples have left the source but not reached the training loop.
 
-    A run terminated before the training loop receives the samples cannot save them.
+    If a run ends before the training loop receives the samples, the samples cannot be saved.
     """
     made = source(loop, VersionedEcho(), queue=2, staleness=2)
     while (taken := loop.run(made._progress(), 5.0)) is None:

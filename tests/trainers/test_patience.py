@@ -69,7 +69,7 @@ class Weights:
 
 
 class Log:
-    """A fake recorder, display and run folder in one, which records messages and evaluations."""
+    """A fake recorder, display and run folder; it records messages and evaluations."""
 
     def __init__(self) -> None:
         self.said: list[str] = []

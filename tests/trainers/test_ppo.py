@@ -239,7 +239,7 @@ def trainer(
     manager: Any = None,
     ends: tuple[BaseException, int] | None = None,
 ) -> Any:
-    """Return a training loop over these steps, without models. `notes` records saves and exports.
+    """Return a training loop that has these steps but no models. `notes` records saves and exports.
 
     With --ckpt.save_steps 1, the loop writes real checkpoints.
     """

@@ -1,4 +1,4 @@
-"""Tests for the float32 master weights of bfloat16 models, which start at unrounded values."""
+"""Tests that the float32 master weights of bfloat16 models start at unrounded values."""
 
 from __future__ import annotations
 

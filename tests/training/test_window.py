@@ -1,4 +1,4 @@
-"""Tests for accumulation windows, which may be split in any way and skip nonfinite steps."""
+"""Tests that accumulation windows may be split in any way and skip nonfinite steps."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A rank of the window tests, which trains a tiny model for two optimizer steps in each layout."""
+"""One rank of the window tests: trains a tiny model for two optimizer steps in each layout."""
 
 from __future__ import annotations
 

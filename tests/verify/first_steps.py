@@ -1,4 +1,4 @@
-"""GRPO in a single process, to study its first optimizer steps.
+"""Runs GRPO in a single process to study the first optimizer steps.
 
 A run uses the real policy worker and credit assignment with default flags, and Transformers as the
 engine. A run on the demo task takes a few seconds.

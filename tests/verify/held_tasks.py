@@ -1,4 +1,4 @@
-"""Three small tasks that were not used to choose defaults, and minimal commands for them.
+"""Three small tasks that were not used to choose defaults, and minimal commands for the tasks.
 
 `python -m tests.verify.held_tasks FOLDER --task adding --dtype bf16 --seed 1` runs the four
 commands of a task and prints pass@1 on held-out problems before and after reinforcement learning.

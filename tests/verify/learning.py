@@ -59,7 +59,7 @@ def read_runs(path: Path = RECORDS) -> list[LearningRun]:
 
 
 def record(run: LearningRun, path: Path = RECORDS) -> None:
-    """Record a run, replacing any earlier record with the same name and seed."""
+    """Record a run, and replace any earlier record with the same name and seed."""
     others = [each for each in read_runs(path) if (each.name, each.seed) != (run.name, run.seed)]
     runs = sorted([*others, run], key=lambda each: (each.name, each.seed))
     path.write_text("".join(json.dumps(asdict(each)) + "\n" for each in runs), encoding="utf-8")

@@ -31,7 +31,7 @@ def write_result(
     rows: Sequence[Sequence[object]],
     notes: str = "",
 ) -> None:
-    """Write a page with one table, replacing the page from the last run."""
+    """Write a page with one table, and replace the page from the last run."""
     table = [columns, ["---"] * len(columns), *rows]
     lines = [
         f"# {title}",

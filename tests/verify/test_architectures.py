@@ -22,7 +22,7 @@ from tests.verify.results import write_result
 
 pytestmark = pytest.mark.verify
 
-# Settings that an architecture needs besides the common sizes, keyed by its Transformers name.
+# Settings that an architecture needs besides the common sizes, keyed by Transformers name.
 ARCHITECTURES: dict[str, dict[str, Any]] = {
     "llama": {},
     "mistral": {"sliding_window": 4},

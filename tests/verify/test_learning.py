@@ -28,7 +28,7 @@ STEPS = 32
 # The increase in the fraction solved, from the first to the last steps, has the same error.
 LIFT = 0.05
 PASS_AT_1 = "eval/eval_sort_pass1"
-# Samples are four versions old, which a correction has to compensate for.
+# Samples are four versions old, and a correction has to compensate for their age.
 STALE = "--train.async_enable --train.partial_rollout_enable --train.async_queue_size 4"
 
 
@@ -70,7 +70,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @cache
 def supervised(folder: Path, seed: int) -> tuple[Path, Path]:
-    """Create the task for a seed, and the SFT model that its runs start from."""
+    """Create the task for a seed, and the SFT model that the task's runs start from."""
     task, sft = folder / f"task{seed}", folder / f"sft{seed}"
     subprocess.run([sys.executable, ROOT / "examples/demo/task.py", task, str(seed)], check=True)
     train("train_sft", sft_flags(task, sft, seed))

@@ -39,7 +39,7 @@ class Subject:
         return [g - b for g, b in zip(good, bad, strict=True)]
 
     def arguments(self, workspace: Path, folder: Path, **changes: Any) -> dict[str, Any]:
-        """Return the flags of a run.
+        """Return a run's flags.
 
         SFT uses the same rows as distillation but has no teacher.
         """

@@ -15,7 +15,8 @@ from tests.verify.results import write_result
 
 PASS_AT_1 = "eval/eval_sort_pass1"
 REWARD = "eval/eval_sort_reward_mean"
-# A held-out metric that must rise between the start of the first stage and the end of the second.
+# A held-out metric that must rise between the start of the first stage and the end of the second
+# stage.
 LIFTED = {
     "instructgpt": ("ppo", "ppo", PASS_AT_1),
     "r1": ("grpo", "grpo", PASS_AT_1),

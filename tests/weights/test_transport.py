@@ -45,7 +45,7 @@ def new_group(world_size: int = 2, timeout_s: float = 20.0) -> WeightGroup:
 
 @dataclass
 class Worker:
-    """A fake of an engine worker that receives tensors without vLLM and stores them."""
+    """A fake of an engine worker that receives tensors without vLLM and stores the tensors."""
 
     receiver: WeightReceiver = field(default_factory=WeightReceiver)
     loaded: dict[str, Tensor] = field(default_factory=dict)
@@ -114,7 +114,7 @@ def test_publication_does_not_use_the_default_torch_process_group(
 
 
 def test_sender_reads_each_tensor_before_requesting_the_next(threads: ThreadPoolExecutor) -> None:
-    """ZeRO 3 frees a gathered parameter when it gathers the next one."""
+    """ZeRO 3 frees a gathered parameter when it gathers the next parameter."""
     scratch = torch.empty(50, 3)
     stream = ((name, scratch.copy_(tensor)) for name, tensor in TENSORS.items())
     publish(threads, WeightSender(), stream)

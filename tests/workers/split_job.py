@@ -1,4 +1,4 @@
-"""One rank of the split tests, which runs one policy update for every layout and objective."""
+"""One rank of the split tests: runs one policy update for every layout and objective."""
 
 from __future__ import annotations
 

@@ -132,7 +132,7 @@ def row_terms(hf: PreTrainedModel, row: int, loss: str) -> tuple[Tensor, Tensor]
 
 
 def trust(one: Experience, loss: str) -> list[float]:
-    """Return the correction's weight for every token in a row, which is always 1 for GSPO."""
+    """Return the correction's weight for every token in a row; for GSPO, all weights are 1."""
     assert one.old_logprobs is not None and one.rollout_logprobs is not None
     mask = one.action_mask.tolist()
     if loss == "gspo":
