@@ -55,8 +55,7 @@ def report(*findings: Finding) -> None:
     If the only failure is an exception raised by a check, re-raises it instead.
     """
     failures: list[Finding] = []
-    # Two checks may return the same finding, for example one for the training set and one for
-    # the evaluation set.
+    # The checks of the training set and of the evaluation set may return the same finding.
     distinct = {str(finding): finding for finding in findings}
     for text, finding in distinct.items():
         if finding.fails:

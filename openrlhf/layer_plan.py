@@ -1,4 +1,4 @@
-"""How tensor parallelism splits the layers of an architecture, according to Transformers' plan.
+"""Selection of the layers that tensor parallelism splits, according to Transformers' plan.
 
 The plan is checked before a model is loaded, and is used to split the layers.
 """

@@ -33,7 +33,7 @@ class CompletionOutput:
     def is_cut(self, prompt_length: int, max_length: int, max_new_tokens: int | None) -> bool:
         """Return whether a limit of the run (context length, tokens per turn) truncated the sample.
 
-        A sample that only reached a lower limit set by the request itself does not count.
+        A sample does not count if the request itself set a lower limit that truncated the sample.
         """
         room = max_length - prompt_length
         limit = min(room, max_new_tokens or room)

@@ -10,8 +10,8 @@ from pydantic import BaseModel, ConfigDict, Field, model_validator
 from pydantic_core import PydanticCustomError
 from transformers.utils.chat_template_utils import render_jinja_template
 
-# Ignored fields. The run sets the sampling parameters, so that log-probabilities are the policy's.
-# The remaining fields identify the client for accounting and caching.
+# Ignored fields. The run sets the sampling parameters, so that the log-probabilities match the
+# policy. The remaining fields identify the client for accounting and caching.
 WITHOUT_EFFECT = {
     "model", "temperature", "top_p", "top_k", "min_p", "presence_penalty", "frequency_penalty",
     "repetition_penalty", "seed",

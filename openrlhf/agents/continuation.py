@@ -38,8 +38,8 @@ def encode_after(
     A tokenizer may treat the start of a text specially. For example, sentencepiece inserts a
     leading space.
 
-    Example: a Llama tokenizer encodes "\\n<|user|>" as `\\n`, `<|user|>` after `</s>`, but as `▁`,
-    `\\n`, `<|user|>` on its own.
+    Example: a Llama tokenizer encodes "\\n<|user|>" as `\\n`, `<|user|>` if the text follows
+    `</s>`, and as `▁`, `\\n`, `<|user|>` if the text stands alone.
     """
     if not text:
         return Continuation(tokens=[], exact=True)

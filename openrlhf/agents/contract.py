@@ -31,7 +31,7 @@ if TYPE_CHECKING:
 
 
 class Engine(Protocol):
-    """An engine from which an executor samples, with the latest published policy weights."""
+    """An engine with the latest published policy weights, from which an executor samples."""
 
     async def generate(
         self, prompt_token_ids: list[int], sampling_params: Any = None, multi_modal_data: Any = None
@@ -99,8 +99,8 @@ class AgentInstanceBase(ABC):
         `states` has `observation_text` (the conversation before the action), `action_text`,
         `label`, `sampling_params`, `turn` (from 0), and two entries that describe how the action
         ended. `finish_reason` is "stop" if the policy ended its action, "length" if it was
-        truncated. `end_text` is the end-of-turn text, which is not part of `action_text`, such as
-        "<|im_end|>"; it is empty if the action was truncated.
+        truncated. `end_text` is the end-of-turn text, such as "<|im_end|>", which is not part of
+        `action_text`; `end_text` is empty if the action was truncated.
 
         Returns `rewards` for this turn, `environment_feedback` (the text that follows) and `done`;
         optionally `scores`, `extra_logs`, and `sampling_params` for later turns.
@@ -339,7 +339,7 @@ class SingleTurnAgentExecutor(AgentExecutorBase):
         llm_engine: Engine,
         images: Any = None,
     ) -> dict[str, Any]:
-        """Sample one response, and get its reward from `remote_rm_url` if it is set."""
+        """Sample one response; if `remote_rm_url` is set, get the response's reward from there."""
         episode = _Episode(prompt, sampling_params, max_length, hf_tokenizer, llm_engine)
         await episode.act(sampling_params)
         result = {"prompt": prompt, "label": label, **episode.result()}
@@ -355,7 +355,7 @@ class SingleTurnAgentExecutor(AgentExecutorBase):
         }
 
     async def _reward(self, request: RewardRequest) -> RewardResult:
-        """Return the reward from the file's `reward_func`, called in a thread, or from a server.
+        """Return the reward from a server, or from the file's `reward_func`, called in a thread.
 
         Raises ContractMistake.
         """

@@ -112,7 +112,7 @@ class Conversation:
     `tokens` and `ranges` are the observation tokens and action ranges that
     `contract.AgentExecutorBase.execute` returns. `notices` has a message for each kind of
     difference between the tokens and a fresh rendering of the conversation. `truncated` is true if
-    one of the run's own limits, not a request's, truncated the last reply.
+    a limit of the run, rather than of the request, truncated the last reply.
     """
 
     def __init__(
@@ -162,7 +162,7 @@ class Conversation:
             return True
 
     def prompt_for(self, inputs: TemplateInputs) -> list[int]:
-        """Return the prompt tokens of a request without a `mismatch`.
+        """Return the prompt tokens of a request for which `mismatch` returns None.
 
         Raises ChatMistake or ContextFull.
         """

@@ -1,4 +1,4 @@
-"""Agents written for releases 0.8.0 to 0.8.6: a `step` function, wrapped as an executor."""
+"""Wraps a `step` function, as written for releases 0.8.0 to 0.8.6, as an executor."""
 
 from collections.abc import Awaitable, Callable, Mapping
 from typing import Any

@@ -111,7 +111,7 @@ class OpenAIAgentExecutor(AgentExecutorBase):
         Returns the reward, or a dict with `reward` and optionally `scores` and `extra_logs`. The
         method may be `async def` (with an asynchronous client) or `def` (run in a thread). A
         request that exceeds the context is rejected with status 400 and code
-        `context_length_exceeded`; the episode then ends at the last reply, as truncated.
+        `context_length_exceeded`; the episode then ends at the last reply and counts as truncated.
         """
 
     def session_url(self, session_id: str) -> str:

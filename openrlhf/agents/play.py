@@ -1,4 +1,4 @@
-"""Episodes of the user's agent, one per sample of a prompt, run in separate processes."""
+"""Runs the user's agent in separate processes, for one episode per sample of a prompt."""
 
 import asyncio
 import os
@@ -28,8 +28,9 @@ class AgentEpisodes:
     """Episodes of at most `max_length` tokens, run in processes that load the agent's file.
 
     Each process runs many episodes concurrently. Without `needs_reward`, reward models score the
-    episodes that have no reward. The agents' output goes to `agent-<n>.log` or
-    `agent-alone-<n>.log` in `log_dir`, one file per process, or to stderr without `log_dir`.
+    episodes that have no reward. With `log_dir`, each process writes the agents' output to a file
+    in this folder, `agent-<n>.log` or `agent-alone-<n>.log`. Without `log_dir`, the output goes to
+    stderr.
     """
 
     def __init__(
@@ -168,7 +169,7 @@ class AgentEpisodes:
     def _failed(
         self, prompt: Prompt, index: int, asked: list[Asked], error: UserCodeError
     ) -> Trajectory:
-        """Return a failed episode, which is never trained on, with the tokens sampled so far."""
+        """Return a failed episode with the tokens sampled so far; the run does not train on it."""
         builder = TrajectoryBuilder(prompt.tokens)
         for request in asked:
             sample = request.answer

@@ -35,8 +35,8 @@ IGNORED_PARAMS = {
     "detokenize", "output_kind", "flat_logprobs", "skip_clone", "output_text_buffer_length",
 }  # fmt: skip
 
-# Values that have no effect, for vLLM parameters that `SamplingParams` lacks.
-# For parameters that are not listed, None has no effect.
+# For each vLLM parameter that `SamplingParams` lacks, the values that have no effect. For
+# parameters that are not listed, None has no effect.
 NEUTRAL_PARAMS = {"n": 1, "bad_words": [], "spaces_between_special_tokens": True}
 OLD_QUEUE = """\
 was written for releases 0.8.7 to 0.9.0. Remove the arguments of its class, change its method to
@@ -106,7 +106,7 @@ class EngineProxy:
 
 
 def own_params(params: Any) -> SamplingParams:
-    """Return a copy of sampling parameters, given as our class, vLLM's class or a dict.
+    """Copy sampling parameters (our class, vLLM's class or a dict) to a new `SamplingParams`.
 
     Raises EngineRefusal for values of the wrong type and for unsupported vLLM parameters that are
     set.

@@ -175,8 +175,8 @@ def mean_baseline(rewards: PerEpisode, group: GroupIds) -> PerEpisode:
 def batch_baseline(rewards: PerEpisode, group: GroupIds) -> PerEpisode:
     """Compute R_i minus the mean reward of the batch, in float64. Equal rewards give exactly zero.
 
-    This is OpenRLHF's FlashREINFORCE, for one sample per prompt, without groups and without
-    whitening. The baseline is the batch mean, as in REINFORCE with a baseline (Williams 1992).
+    This is OpenRLHF's FlashREINFORCE, which uses one sample per prompt, no groups and no whitening.
+    The baseline is the batch mean, as in REINFORCE with a baseline (Williams 1992).
     """
     return group_statistics(rewards, torch.zeros_like(group)).centered.to(rewards.dtype)
 

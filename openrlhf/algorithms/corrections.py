@@ -24,7 +24,7 @@ MIN_PROBABILITY = 1e-6  # divergences clip p and q to [1e-6, 1 − 1e-6]
 
 @dataclass(frozen=True, kw_only=True)
 class Correction:
-    """A gating statistic, a level, a mode and a band, 0 ≤ low < high.
+    """A correction's gating statistic, level, mode and band, with 0 ≤ low < high.
 
     The mode `mask` sets a token's weight to its own ω, which is not clipped, or to 0 if the
     statistic is outside the band. The mode `clip` sets the weight to the statistic, clipped to the
@@ -49,8 +49,9 @@ def binary_kl(old_logprobs: PerToken, rollout_logprobs: PerToken) -> PerToken:
 
 
 def total_variation(old_logprobs: PerToken, rollout_logprobs: PerToken) -> PerToken:
-    """Compute |p − q| in float64: the total variation distance if only the sampled token is
-    distinguished from all others.
+    """Compute |p − q| in float64.
+
+    This is the total variation distance with all tokens except the sampled token merged into one.
 
     Qi et al. 2026, arXiv:2602.04879 (binary approximation)
     """
@@ -130,8 +131,9 @@ def correction_weights(
 def filtered_units(
     outside: Bool[Tensor, "B T"], mask: TokenMask, level: Level
 ) -> tuple[float, float]:
-    """Return the number of tokens outside the band and the number of all tokens, or the same for
-    sequences at a sequence level.
+    """Return the number of tokens outside the band, and the total number of tokens.
+
+    At a sequence level, sequences are counted instead of tokens.
     """
     if level == "token":
         return float(outside.sum()), float(mask.sum())

@@ -125,8 +125,8 @@ def value_loss(
 ) -> PerToken:
     """Compute ½ max((V − Ĝ)², (V_old + clip(V − V_old, ±c) − Ĝ)²) per token.
 
-    Zero outside the mask. c = inf gives the plain squared error. The loss is the same as that of
-    PPO in OpenAI Baselines.
+    Zero outside the mask. c = inf gives the plain squared error. PPO in OpenAI Baselines uses the
+    same loss.
     """
     columns = (values, old_values, returns)
     values, old_values, returns = (column.masked_fill(~mask, 0) for column in columns)

@@ -1,5 +1,6 @@
-"""Masked statistics over tokens, and log-probabilities and entropies computed from one chunk of
-logits at a time.
+"""Masked statistics over tokens, and chunked log-probabilities and entropies.
+
+Log-probabilities and entropies are computed from one chunk of logits at a time.
 """
 
 from collections.abc import Callable, Iterator
@@ -60,7 +61,10 @@ def log_ratio(
 
 
 def bounded_exp(x: Float[Tensor, "*s"]) -> Float[Tensor, "*s"]:
-    """Return exp(x) with x clipped to ±20 nats: always finite, no gradient outside the bounds."""
+    """Return exp(x) with x clipped to ±20 nats.
+
+    The result is always finite. If x is clipped, its gradient is zero.
+    """
     return x.clamp(-LOG_RATIO_BOUND, LOG_RATIO_BOUND).exp()
 
 

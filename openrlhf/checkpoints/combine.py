@@ -23,9 +23,9 @@ def combine(config: CombinerConfig) -> None:
 
     Then reload the written model and compare its logits with those of the unmerged model.
 
-    The adapter folder of a reward model also contains the head's name and the reward statistics;
-    that of a process reward model contains its tokens. Raises UserError for an adapter trained on a
-    different model.
+    A reward model's adapter folder also contains the head's name and the reward statistics; a
+    process reward model's adapter folder also contains the model's tokens. Raises UserError for an
+    adapter trained on a different model.
     """
     folder = Path(config.lora_path)
     spec = LoadSpec(

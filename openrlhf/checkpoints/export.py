@@ -35,7 +35,7 @@ class ExportError(UserError, RuntimeError):
 
 
 class UnwritableError(ExportError, OSError):
-    """A failed write of a model's files: a full disk, a quota, or a file size limit."""
+    """A failed write of a model's files because of a full disk, a quota, or a file size limit."""
 
 
 def export_hf(
@@ -51,11 +51,11 @@ def export_hf(
     """Write weights, configuration and tokenizer to the folder `path`, replacing any model in it.
 
     `buckets` yields full parameters or, for a model with adapters, only the trained parameters.
-    Iterating over the buckets may be collective: every rank iterates, and the rank with `writes`
-    keeps the tensors. With `trained`, the written model is compared with the trained one before it
-    replaces the old model: a `final` model is loaded again, and a difference raises ExportError.
-    For any other model, only the files are read, and a difference causes a notice. Raises
-    ExportError.
+    Iterating over the buckets may be collective: every rank iterates, and the rank that sets
+    `writes` keeps the tensors. With `trained`, the written model is compared with the trained model
+    before it replaces the old model: a `final` model is loaded again, and a difference raises
+    ExportError. For any other model, only the files are read, and a difference causes a notice.
+    Raises ExportError.
     """
     state: dict[str, Tensor] = {}
     for bucket in buckets:

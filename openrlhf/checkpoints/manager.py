@@ -138,8 +138,8 @@ class CheckpointManager:
     def begin(self, step: int, *, best: bool = False, hf: bool = False) -> StagedCheckpoint:
         """Create the directories for a save, including one for an export if `hf` is true.
 
-        Discard any earlier save that was not committed. Raises CheckpointError if the disk has less
-        free space than the last checkpoint took, or cannot be written to.
+        Discard any earlier save that was not committed. Raises CheckpointError if the disk is not
+        writable, or has less free space than the last checkpoint took.
         """
         tag = _tag(step, best=best)
         nonce = os.urandom(4).hex()
@@ -160,7 +160,7 @@ class CheckpointManager:
     def commit(
         self, staged: StagedCheckpoint, *, state: RunState, metric_value: float | None = None
     ) -> Checkpoint:
-        """Commit a save whose files are all written, then remove older checkpoints over the limits.
+        """Commit a save whose files are all written, then enforce the limits on older checkpoints.
 
         `metric_value` is the value of the run's best-model metric for these weights. A non-finite
         value counts as None. If the save fails, discards it and raises CheckpointError; a failure
@@ -250,7 +250,7 @@ class CheckpointManager:
         """Rename the staged directories into place, then commit by renaming the manifest."""
         for other in self.checkpoints():
             if other.tag == checkpoint.tag:
-                # `_settle` moves the files back while their manifest is in place.
+                # If this save is not committed, `_settle` moves the files back.
                 _move(other.places, self.root, self._aside(other))
         for place in checkpoint.places:
             # no manifest names this directory, so it may belong to another program
@@ -264,7 +264,7 @@ class CheckpointManager:
         move(staged.directory / (staged.tag + MANIFEST), self.root / (staged.tag + MANIFEST))
 
     def _rotate(self, run_dir: str) -> None:
-        """Remove checkpoints over the limits, except for checkpoints written by other runs."""
+        """Remove checkpoints that exceed the limits, but keep checkpoints written by other runs."""
         own = [
             checkpoint for checkpoint in self.checkpoints() if checkpoint.state.run_dir == run_dir
         ]
@@ -359,9 +359,9 @@ def evictions(
 
     All best checkpoints except the most recent one are removed. While the remaining checkpoints
     exceed a limit, regular checkpoints are removed in this order: damaged checkpoints (whose nonces
-    are in `damaged`), checkpoints without a metric, then by metric with the worst first, and then
-    by age with the oldest first. The newest checkpoint and the most recent best checkpoint are
-    always kept.
+    are in `damaged`), checkpoints without a metric, and finally all others, starting with the worst
+    metric. Among equals, the oldest checkpoint is removed first. The newest checkpoint and the most
+    recent best checkpoint are always kept.
     """
     evicted = [checkpoint for checkpoint in checkpoints if checkpoint.is_best][:-1]
     number = sum(not checkpoint.is_best for checkpoint in checkpoints)
@@ -394,14 +394,14 @@ def _aside_name(tag: str, nonce: str) -> str:
 
 
 def _move(places: Iterable[str], source: Path, target: Path) -> None:
-    """Move the directories that exist in `source` to `target`."""
+    """Move each directory that exists in `source` to `target`."""
     for place in places:
         if (source / place).exists():
             move(source / place, target / place)
 
 
 def _remove(directory: Path) -> None:
-    """Delete a directory. Files that cannot be deleted now are retried in a later call."""
+    """Delete a directory. A later call retries files that cannot be deleted now."""
     try:
         shutil.rmtree(directory)
     except OSError as error:

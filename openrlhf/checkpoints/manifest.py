@@ -95,10 +95,10 @@ class RunState:
         return FirstStart(moment=self.started or now(), trained_format=self.trained_format)
 
     def continued_folder(self, run_dir: str) -> str:
-        """Return the run folder to continue: the original one, or `run_dir` if it has moved.
+        """Return the run folder to continue: the original, or `run_dir` if the folder has moved.
 
-        The folder has moved if it no longer exists at its original path, and a folder exists at the
-        absolute path `run_dir`.
+        The folder has moved if its original path no longer exists and `run_dir`, an absolute path,
+        is an existing folder.
         """
         moved = not os.path.isdir(self.run_dir) and os.path.isdir(run_dir)
         if moved:
@@ -201,7 +201,7 @@ class Checkpoint(StagedCheckpoint):
             )
 
     def manifest(self) -> str:
-        """Return the manifest text: all fields except the directory, the format, and a SHA-256."""
+        """Return the manifest text: the format, a SHA-256, and all fields except the directory."""
         values = asdict(self)
         del values["directory"]
         return json.dumps(
@@ -276,7 +276,7 @@ def _in_words(engines: Mapping[str, StateLayout]) -> str:
 def differences(then: Mapping[str, Any], now: Mapping[str, Any]) -> list[str]:
     """Return a line for each name whose values differ between two runs.
 
-    Names that exist only in one of the runs are skipped.
+    Names that exist in only one of the runs are skipped.
     """
     lines: list[str] = []
     for name, value in now.items():

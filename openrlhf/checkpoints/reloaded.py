@@ -3,9 +3,9 @@
 Exports in the middle of a run are not loaded: only the tensors in their files are compared, and a
 difference causes a notice.
 
-Each weight that Transformers loads from the folder is compared with the trained (or merged or
-averaged) weight by a hash of its bytes. The logits of a few tokens are compared too, because they
-also depend on the stored configuration: positions, adapter scales, tied weights. The trained model
+Each weight that Transformers loads from the folder is compared, by a hash of its bytes, with the
+trained, merged or averaged weight. The logits of a few tokens are compared too, because they also
+depend on the stored configuration: positions, adapter scales, tied weights. The trained model
 computes its logits on the devices that hold it, whether or not it is sharded. The folder is loaded
 by one process into CPU memory, after the export's copy of the weights is freed, so that only one
 copy exists at a time.
@@ -45,11 +45,11 @@ class DifferentModelError(RuntimeError):
 
 @dataclass(kw_only=True)
 class TrainedState:
-    """The trained model that an export is compared with: weight digests by name, and logits.
+    """The trained model's weight digests (by name) and logits, with which an export is compared.
 
-    `logits` is None if logits are not compared, as for a 4-bit base model, which differs from its
-    files. `precision` is the dtype in which the logits were computed. `averages` are the float32
-    averaged (EMA) weights, if the export contains them.
+    `logits` is None if logits are not compared, for example because a 4-bit base model differs from
+    its files. `precision` is the dtype in which the logits were computed. `averages` are the
+    float32 averaged (EMA) weights, if the export contains them.
     """
 
     logits: Tensor | None
@@ -153,8 +153,8 @@ def _compare_weights(
 ) -> None:
     """Raise DifferentModelError unless the names and values of the weights match.
 
-    With `renamed`, only weights with matching names are compared if some names are unknown, because
-    files may store weights, such as experts, under different names or in parts.
+    With `renamed`, if some names in the files are unknown, only weights with matching names are
+    compared: files may store weights, such as experts, under different names or in parts.
     """
     missing = dict(trained)
     unknown: list[str] = []

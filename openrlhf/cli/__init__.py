@@ -1,4 +1,7 @@
-"""One module per command, which parses the flags and calls the function that runs the command."""
+"""One module per command.
+
+Each module parses the command's flags and calls the function that runs the command.
+"""
 
 import signal
 import sys

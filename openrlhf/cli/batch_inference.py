@@ -1,6 +1,6 @@
 """Batch inference: `python -m openrlhf.cli.batch_inference`.
 
-Writes answers to a dataset's prompts, or rewards of its answers, to a file.
+Writes a file with answers to a dataset's prompts, or with rewards for the dataset's answers.
 """
 
 from collections.abc import Sequence

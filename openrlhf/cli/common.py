@@ -211,7 +211,7 @@ def check_folders(config: Command) -> None:
         if output.is_file:
             folder = folder.parent
         existing = folder.absolute()
-        while not os.path.exists(existing):  # unlike Path.exists, returns False without permission
+        while not os.path.exists(existing):  # unlike Path.exists, returns False if access is denied
             existing = existing.parent
         try:
             with TemporaryFile(dir=existing):

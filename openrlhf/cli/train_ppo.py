@@ -1,6 +1,7 @@
 """Reinforcement learning on one machine: `python -m openrlhf.cli.train_ppo`.
 
-May be started by `deepspeed --module`, as in older releases: rank 0 runs, and the others exit.
+May be started by `deepspeed --module`, as in older releases: rank 0 runs the command, and all other
+ranks exit.
 """
 
 from collections.abc import Sequence

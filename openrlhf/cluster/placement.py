@@ -66,7 +66,7 @@ class Machine:
 
 @dataclass(frozen=True, kw_only=True)
 class HostGroup:
-    """Processes that each host all `roles`, on `devices` slots of one machine."""
+    """Processes, each of which hosts all `roles` on `devices` slots of one machine."""
 
     name: str
     roles: tuple[str, ...]
@@ -74,7 +74,7 @@ class HostGroup:
     # The number of processes on each machine; None if any machine may have any number.
     per_machine: int | None = None
     devices: int = 1
-    wants: Wants = field(default_factory=dict)  # requirements of each process in addition to slots
+    wants: Wants = field(default_factory=dict)  # requirements of each process besides its slots
     shares: str | None = None  # the group whose slots these processes share, in order
 
     @property
@@ -108,7 +108,7 @@ class HostGroup:
 def engine_group(
     vllm: VLLMConfig, name: str, *, shares: str | None = None, wants: Wants | None = None
 ) -> HostGroup:
-    """Return the group of a model's engines: one process per engine, with its workers' devices."""
+    """Return the group of a model's engines: each engine is a process with its workers' devices."""
     return HostGroup(
         name=name,
         roles=(name,),

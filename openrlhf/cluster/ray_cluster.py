@@ -35,7 +35,7 @@ from openrlhf.cluster.ray_watch import LostRay, RayProcess, RayWatch
 from openrlhf.config import machine
 from openrlhf.config.flags import UserError
 
-# Object store size without GPUs, where batches are small, if this package starts the Ray cluster.
+# Object store size if this package starts a Ray cluster without GPUs, where batches are small.
 OBJECT_STORE_BYTES = 512 << 20
 # Name prefixes of the resources that every node has. Any other resource identifies a kind of node.
 COMMON_RESOURCES = ("CPU", "GPU", "memory", "object_store_memory", "node:")
@@ -151,10 +151,10 @@ def join_ray() -> int | None:
 
 
 def machines(on_gpus: bool, *, free: bool = False) -> list[Machine]:
-    """Return the joined cluster's nodes with all slots and resources, or only the `free` ones.
+    """Return the joined cluster's nodes, with their slots and resources.
 
-    With `free`, nodes that do not answer are skipped, because Ray takes half a minute to notice
-    that a node is gone.
+    With `free`, only unused slots and resources are included. Nodes that do not answer are then
+    skipped, because Ray takes half a minute to notice that a node is gone.
     """
     free_resources: Mapping[str, dict[str, float]] = {}
     if free:
@@ -321,7 +321,7 @@ def own_cores() -> int:
 
 
 def _answering_address() -> str | None:
-    """Return the address in RAY_ADDRESS, or the one that `ray start` has written on this machine.
+    """Return the address in RAY_ADDRESS, or the address that `ray start` wrote on this machine.
 
     Return None if there is no such address. The file written by `ray start` outlives its cluster,
     and `ray.init` would wait minutes for a dead cluster, so an address from the file is ignored if

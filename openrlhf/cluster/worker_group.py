@@ -59,9 +59,7 @@ class Answer:
 
 
 class WorkerHost:
-    """The process on one device slot. All roles of the process share a process group and loaded
-    libraries.
-    """
+    """The process on one device slot. Its roles share its process group and loaded libraries."""
 
     def __init__(self) -> None:
         self.roles: dict[str, Any] = {}
@@ -318,7 +316,7 @@ def _death_error(error: Exception, log: str, doing: str) -> WorkerError:
 
 
 def reason_of_death(error: Exception) -> str:
-    """Return the message of one of `DEATHS`, without Ray's lists of processes and objects."""
+    """Return the message of an error in `DEATHS`, without Ray's lists of processes and objects."""
     if not isinstance(error, OutOfMemoryError):
         return str(error)
     first_line = str(error).partition("\n")[0]

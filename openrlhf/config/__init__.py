@@ -1,1 +1,4 @@
-"""Flags as trees of frozen dataclasses: standard library only, and PyYAML for files."""
+"""Flags as trees of frozen dataclasses.
+
+The package needs only the standard library, and PyYAML for configuration files.
+"""

@@ -9,7 +9,7 @@ from collections.abc import Iterator
 from openrlhf.config import choices
 from openrlhf.config.flags import Section, Unused, option
 
-# Flags of `AdvantageConfig` that detail a correction.
+# Flags of `AdvantageConfig` that configure a correction.
 CORRECTION_DETAILS = ("is_correction_mode", "is_correction_gating", "is_correction_threshold")
 
 

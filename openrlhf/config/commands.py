@@ -133,7 +133,7 @@ class RecordedCommand(ModelCommand):
     run: shared.RunConfig = shared.RunConfig()
 
     def common_values(self, command: str) -> dict[str, Any]:
-        """Return the run folder, and None for a template that has no placeholder for the prompt."""
+        """Return the run folder, and None for a template without a placeholder for the prompt."""
         values = super().common_values(command)
         start = time.strftime("%Y%m%d-%H%M%S")
         values["run.dir"] = self.run.dir or f"./runs/{command}-{start}-{os.getpid()}"

@@ -11,7 +11,7 @@ from openrlhf.config import machine
 from openrlhf.config.flags import flags_of
 from openrlhf.config.rollout import RolloutConfig, VLLMConfig
 
-# Refused arguments (names or patterns), keyed by what to do instead or why they are refused.
+# Refused arguments (names or patterns), keyed by the alternative or the reason for the refusal.
 REFUSED: dict[str, tuple[str, ...]] = {
     "use --actor.model_name_or_path or --model.model_name_or_path, with a folder for a revision": (
         "model",
@@ -98,9 +98,7 @@ LOOKED_UP = ("ngram", "ngram_gpu")  # speculative decoding methods that need no 
 
 
 def drafting(extra: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the `speculative_config` in these vLLM arguments, with keys as vLLM spells them, or
-    {}.
-    """
+    """Return the `speculative_config` in these arguments, with vLLM's spelling of keys, or {}."""
     given = extra.get("speculative_config")
     if not isinstance(given, dict):
         return {}

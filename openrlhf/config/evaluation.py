@@ -131,7 +131,7 @@ class EvaluationConfig(EngineCommand, RecordedCommand):
             yield "<judge.url> is not an http(s) URL."
 
     def _win_rate_violations(self) -> Iterator[str]:
-        """Yield violations of the rules for answers to compare with and for choosing winners."""
+        """Yield violations of the rules for the other answers and for the choice of the winner."""
         against, judge = self.against, self.judge
         reward, agent = self.reward, self.train.agent_func_path
         if bool(against.model_name_or_path) == bool(against.answer_key):

@@ -145,7 +145,7 @@ FOR_OLDER_SCRIPTS = "in any command (accepted only for older scripts)"
 
 @dataclass(frozen=True)
 class Unused:
-    """Flags and sections that have no effect, and why.
+    """Flags and sections that have no effect, and the reason.
 
     In a section, flag names are relative to the section, even in `why`: "without --rank".
     """

@@ -67,9 +67,9 @@ def current_values(old: Mapping[str, Any], given: Mapping[str, Any]) -> dict[str
     """Translate the values of old flags to values of current flags, keyed by flag path.
 
     A preset without its switch had no effect, so it is not translated. `given` contains the current
-    flags that the user also set. Current flags take precedence, unless only the threshold is set:
-    older releases used it only together with a preset, and ignored its lower bound in the mode
-    `truncate`.
+    flags that the user set in addition to old flags. Current flags take precedence, unless only the
+    threshold is set: older releases used it only together with a preset, and ignored its lower
+    bound in the mode `truncate`.
     """
     values = _correction_values(old, given)
     if mean := old.get("actor.loss_agg_mode"):

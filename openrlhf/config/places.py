@@ -18,7 +18,7 @@ from typing import Any
 from openrlhf.config.effects import unused_flags
 from openrlhf.config.flags import Flag, flags_in, items
 
-# The names in an output folder that the command writes, replaces or moves, by kind of output.
+# For each kind of output, the names in its folder that the command writes, replaces or moves.
 OWNED = {
     "model": (
         "config.json",

@@ -49,7 +49,7 @@ def _load_file(file: Path, name: str, path: str) -> None:
 
 @contextmanager
 def _failures(plugin: str, *, module: str) -> Generator[None, None, None]:
-    """Reraise an error in the block with the plug-in's name, and unload the failed module."""
+    """Add the plug-in's name to an error raised in the block, and unload the failed module."""
     try:
         yield
     except Exception as error:

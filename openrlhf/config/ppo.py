@@ -98,7 +98,7 @@ class PPOConfig(RLFlags):
     """Reinforcement learning."""
 
     def resolve(self, *, command: str) -> tuple[Self, list[str]]:
-        """Resolve as every command does, but with the GPUs of --placement.cluster if it is set."""
+        """Resolve like any command, but use the GPUs of --placement.cluster if the flag is set."""
         if gpus := sum(machine.declared_machines(self.placement.cluster or "")):
             machine.cluster_gpus = gpus
         return super().resolve(command=command)

@@ -48,7 +48,7 @@ def reward_violations(reward: RewardConfig, agent: str | None) -> Iterator[str]:
 
 
 def source_violations(reward: RuleConfig) -> Iterator[str]:
-    """Yield a violation unless the reward is URLs, one Python file that exists, or a verifier."""
+    """Yield a violation unless the reward names URLs, an existing Python file, or a verifier."""
     if reward.remote_url and reward.verifier:
         yield (
             "<reward.remote_url> combined with <reward.verifier> is not available yet: leave out "

@@ -10,7 +10,7 @@ from openrlhf.config.optimizer import OptimizerConfig
 from openrlhf.config.rules import is_file
 from openrlhf.config.shared import CheckpointConfig, DeepSpeedConfig, EvalConfig, TrainedModelConfig
 
-BITSANDBYTES = ">=0.50"  # supported versions, those of the extra `qlora`
+BITSANDBYTES = ">=0.50"  # supported versions, the same as in the extra `qlora`
 
 
 def weight_violations(ds: DeepSpeedConfig) -> Iterator[str]:

@@ -24,7 +24,7 @@ class Group(NamedTuple):
 class Solution(NamedTuple):
     """A partition of a subset of the rows. Solutions are compared by unevenness."""
 
-    unevenness: int  # cost of the lightest part minus that of the heaviest
+    unevenness: int  # cost of the lightest part minus cost of the heaviest part
     number: int  # breaks ties: the older of two equally uneven solutions comes first
     groups: list[Group]  # the non-empty parts, heaviest first
 
@@ -156,7 +156,7 @@ def batches_of_padded_tokens(
 
 
 def split_further(batches: Sequence[list[int]], count: int) -> list[list[int]]:
-    """Halve the batches with the most rows until there are `count`. Needs at least `count` rows."""
+    """Halve the batch with the most rows until there are `count` batches (needs `count` rows)."""
     batches = list(batches)
     while len(batches) < count:
         largest = max(batches, key=len)

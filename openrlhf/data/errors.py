@@ -44,7 +44,7 @@ def origin_of(row: Mapping[str, Any]) -> str:
 
 
 def row_error(row: Mapping[str, Any], column: str, problem: str) -> DataError:
-    """Return an error that names the dataset, the row (from 1) and the column before `problem`."""
+    """Return an error with the dataset, the row (from 1), the column, and then `problem`."""
     return DataError(f"{origin_of(row)}, column {column!r}: {problem}")
 
 

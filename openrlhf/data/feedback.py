@@ -34,10 +34,11 @@ class PairRow:
     """A preferred and a rejected text, each ending with end-of-text.
 
     `prompt_length` is the number of tokens in the shared prompt, which is not scored, or 0 if no
-    prompt is needed. `chosen_context` and `rejected_context` are positions after the prompt that
-    are not scored because the assistant did not write them. Both lists of positions are empty
-    unless the texts differ in more than one turn. `margin` is the reward difference between the two
-    texts, or 0 if the row has no margin. `datasource` becomes part of evaluation metric names.
+    prompt is needed. `chosen_context` and `rejected_context` are the positions after the prompt
+    whose tokens the assistant did not write; these positions are not scored. Both lists of
+    positions are empty unless the texts differ in more than one turn. `margin` is the reward
+    difference between the two texts, or 0 if the row has no margin. `datasource` becomes part of
+    evaluation metric names.
 
     Example: the prompt "Q: " with the answers "yes" and "no" (made-up ids) and prompt_length 2:
 

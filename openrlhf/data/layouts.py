@@ -61,7 +61,7 @@ def _read_webgpt(row: Row) -> Row:
 
 
 def _system_messages(row: Row) -> list[Message]:
-    """Return the system prompt column as a list with one message, or an empty list without one."""
+    """Return the row's system prompt as a list with one message, or [] if the row has none."""
     messages: list[Message] = []
     for name in ("system", "system_prompt"):
         if row.get(name):
@@ -70,7 +70,7 @@ def _system_messages(row: Row) -> list[Message]:
 
 
 def _read_chat(row: Row) -> Row:
-    """Prepend the system prompt to the conversation unless it already begins with it."""
+    """Prepend the system prompt to the conversation, unless the conversation begins with it."""
     column = "messages" if isinstance(row.get("messages"), list) else "conversations"
     turns = row[column]
     system = _system_messages(row)

@@ -61,9 +61,9 @@ def to_messages(value: Any, *, role: str = "user") -> list[Message]:
     """Return a value as chat messages.
 
     A string becomes one message of `role`, unless it is an HH-RLHF transcript. Messages may have
-    `from` and `value`, as in ShareGPT; a single message may be given without a list; a content may
-    be a list of text parts. Null message fields are removed; nulls inside tool calls are kept.
-    Raises a ValueError that names the malformed message and the problem.
+    `from` and `value`, as in ShareGPT; a single message may be given without a list; the content of
+    a message may be a list of text parts. Null message fields are removed; nulls inside tool calls
+    are kept. Raises a ValueError that names the malformed message and the problem.
     """
     if isinstance(value, str):
         messages: list[Message] = []
@@ -159,7 +159,7 @@ def with_parsed_arguments(message: Message) -> Message:
 
 
 def tools_of(row: Mapping[str, Any]) -> list[dict[str, Any]]:
-    """Return the tool definitions in the `tools` column, a list or JSON text.
+    """Return the tool definitions in the `tools` column, which contains a list or JSON text.
 
     Raises DataError for any other value.
     """

@@ -31,10 +31,10 @@ class PromptDataset(TokenizedRows[Prompt]):
     With `apply_chat_template`, the input column contains strings (a user message) or lists of
     messages. The messages are rendered up to the last turn that is not the assistant's, with the
     tools in the `tools` column and a generation prompt. Otherwise the column contains strings,
-    which are put into `input_template`. If a column is missing, its default is the label "", the
-    data source "default" or no images. A prompt's index is its row number; a source replaces it
-    with the number of the draw. Raises DataError if a column is missing, or if prompts are
-    malformed or empty (the message names the first rows).
+    which are put into `input_template`. A missing column defaults to the label "", the data source
+    "default" or no images. A prompt's index is its row number; a source replaces it with the number
+    of the draw. Raises DataError if a column is missing, or if prompts are malformed or empty (the
+    message names the first rows).
     """
 
     row: ClassVar = Prompt

@@ -146,7 +146,8 @@ class TokenizedRows(torch.utils.data.Dataset[Row], ABC):
     def _encoded(self, columns: Columns) -> Columns:
         """Convert a batch of dataset columns to the columns in `features`.
 
-        `dropped` contains a row's drop reason and `MALFORMED` its error, if any.
+        The column `dropped` contains a row's drop reason, and the column `MALFORMED` contains its
+        error.
         """
         rows = self._read(columns)
         texts = [attempt(self.passages, row) for row in rows]
@@ -335,7 +336,7 @@ def _undecodable(dataset: Dataset) -> str:
 
 @contextmanager
 def _writing_to(folder: Path, variable: str) -> Iterator[None]:
-    """Convert OSErrors to DataErrors, which name the environment `variable` for the folder."""
+    """Convert OSErrors to DataErrors, which name the folder's environment `variable`."""
     try:
         yield
     except OSError as error:

@@ -11,7 +11,8 @@ from openrlhf.core.batches import PER_ROW, Ragged, Steps, TokenRows
 from openrlhf.data.first_look import recorded
 
 SHOWN = 2  # rows
-# Maximum characters shown per section of text; longer sections are elided in the middle.
+# Maximum number of characters to show per section of text. The middle of a longer section is
+# elided.
 LONGEST = 2000
 AT_ENDS = 6  # number of token ids shown from each end
 
@@ -71,7 +72,7 @@ def show_text(
     tokenizer: PreTrainedTokenizerBase,
     marks: Sequence[str | None] = (),
 ) -> str:
-    """Return the text with its number of tokens and targets and its first and last token ids.
+    """Return the text, its numbers of tokens and targets, and its first and last token ids.
 
     Tokens whose mark is not None are targets, shown as ⟦target⟧.
     """

@@ -8,8 +8,8 @@ from transformers import AutoTokenizer, GenerationConfig, PreTrainedTokenizerBas
 
 from openrlhf.data.errors import DataError
 
-# A ratio far above that of ordinary text.
-# Longer texts cannot fit and may take minutes to tokenize.
+# This ratio is far above the ratio in ordinary text. Longer texts cannot fit and may take minutes
+# to tokenize.
 CHARACTERS_PER_TOKEN = 64
 LENGTH_WARNING = "sequence-length-is-longer-than-the-specified-maximum"  # of Transformers
 FEWEST_CHARACTERS = 1 << 16

@@ -33,7 +33,7 @@ def with_trained_format(
     model: str,
     generates: bool = False,
 ) -> Any:
-    """Return the `data` section with the format the model was trained on, unless flags set one.
+    """Return the `data` section with the model's recorded format, unless flags set a format.
 
     Prints a notice if the section changes. `column` is the prompt column in `rows`, or None if
     prompts are not put into a template. `model` is the flag that names the model, with its value.

@@ -30,7 +30,7 @@ CHECKS: list[Callable[[], Iterable[Finding]]] = [
 
 
 def examine(config: DoctorConfig) -> NoReturn:
-    """Run all checks, print their findings, and exit with status 1 if one of them failed."""
+    """Run all checks, print their findings, and exit with status 1 if any check failed."""
     status = 0
     rows: list[dict[str, str]] = []
     for finding in findings():

@@ -15,7 +15,7 @@ from openrlhf.doctor.verdict import verdict
 from openrlhf.rollout.engine_settings import engine_device, engine_environment
 from openrlhf.units import GIB
 
-FREE_FRACTION = 0.9  # below this, a GPU is reported as used by other processes
+FREE_FRACTION = 0.9  # with less free memory, a GPU is reported as used by other processes
 STACK = "Install versions of torch and vLLM that docs/gpu.md lists."
 # Optional packages, each with the module to import and the flags that need it.
 OPTIONAL = {

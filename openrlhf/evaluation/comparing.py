@@ -1,4 +1,4 @@
-"""Pairs of answers: which answer is better, and metrics over pairs."""
+"""Pairs of answers, the choice of the better answer, and metrics over pairs."""
 
 import asyncio
 import math
@@ -44,7 +44,7 @@ class Comparison:
 
 
 def pair_up(ours: Sequence[Trajectory], theirs: Sequence[Trajectory]) -> list[Comparison]:
-    """Pair each of our answers with the other model's answer with the same prompt and index.
+    """Pair each of our answers with the other model's answer that has the same prompt and index.
 
     If the other model has only one answer to a prompt, that answer is paired with all of ours. A
     pair with a failed answer gets that answer's error.
@@ -65,7 +65,7 @@ def pair_up(ours: Sequence[Trajectory], theirs: Sequence[Trajectory]) -> list[Co
 
 
 def by_reward(pair: Comparison) -> float | None:
-    """Return the win by larger reward (1.0, 0.5 or 0.0), or None if a reward is missing."""
+    """Return the win (1.0, 0.5 or 0.0) that the rewards imply, or None if a reward is missing."""
     if math.isnan(pair.margin):
         return None
     if pair.margin == 0:
@@ -165,7 +165,7 @@ def accuracy_columns(pairs: Sequence[Comparison]) -> dict[str, float]:
     """Return the columns of a reward table: accuracy, margin and failed pairs.
 
     A pair counts as correct if the chosen answer has the larger reward. Unlike in `train/acc`,
-    equal rewards do not count.
+    equal rewards do not count as correct.
     """
     judged = _judged_pairs(pairs)
     return {

@@ -17,7 +17,7 @@ REQUEST = "request, before its rows were rendered"  # additional key in a record
 
 
 def start_of_request(final: Path, request: str) -> FirstStart:
-    """Return the first start of the command that is writing, or wrote, the final file.
+    """Return the time when the command that writes, or wrote, the final file was first started.
 
     If no other command wrote the file, or if that command completed a different request, return the
     start of this command.

@@ -23,7 +23,7 @@ from openrlhf.rollout.fleet import Fleet
 from openrlhf.trainers.stages import EarlyStages, RewardStage
 from openrlhf.workers.frozen import RewardWorker
 
-NOTE_INTERVAL_S = 30.0  # interval of progress notes if the display has no progress bar
+NOTE_INTERVAL_S = 30.0  # interval between progress notes if the display has no progress bar
 
 
 @contextmanager

@@ -37,7 +37,7 @@ from openrlhf.rewards.servers import IN_FLIGHT
 WRONG_ANSWERS = 100  # number of rows that are also scored with a wrong answer
 SHOWN_OUTPUT = 2000  # maximum number of characters of the reward's output to print
 SHOWN_EXAMPLES = 5
-SHOWN_TEXT = 60  # maximum characters printed of a response or label
+SHOWN_TEXT = 60  # maximum number of characters of a response or label to print
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -124,8 +124,8 @@ def read_output(logs: Path) -> str:
 def show_output(logs: Path, *, keep: bool) -> None:
     """Print the end of the reward's output, and delete its logs.
 
-    The logs are kept if their output is longer than the printed part, or if `keep` is true and
-    there is any output.
+    The logs are kept if they are longer than the part that was printed, or if `keep` is true and
+    they are not empty.
     """
     output = read_output(logs).strip()
     kept = output != "" and (keep or len(output) > SHOWN_OUTPUT)

@@ -38,12 +38,12 @@ T = TypeVar("T")
 
 
 class ProcessPool:
-    """A pool of `workers` processes that run user code, up to `at_once` concurrent calls in each.
+    """A pool of `workers` processes that run user code, each with up to `at_once` concurrent calls.
 
     The pool can be used from any thread and event loop. A process starts at its first call.
-    `memory_gib` limits the data (RLIMIT_DATA) of each process. Output of user code goes to
-    `<name>-<n>.log` in `log_dir`, one file per process, or to stderr without `log_dir`. `grace` (in
-    seconds) is defined in `Limits`.
+    `memory_gib` limits the data (RLIMIT_DATA) of each process. With `log_dir`, each process writes
+    the output of user code to a file in this folder, `<name>-<n>.log`. Without `log_dir`, the
+    output goes to stderr. `grace` (in seconds) is defined in `Limits`.
     """
 
     def __init__(

@@ -12,9 +12,9 @@ process.
          answer   the answer to a question              ask    a call's question to the pool's owner
          cancel   a call has timed out
 
-Functions run in the main thread while no event loop is running, so that they can start their own.
-An awaitable result, such as that of an `async def` function, is awaited in one event loop together
-with the other running calls.
+Functions run in the main thread while no event loop is running, so that a function can start its
+own event loop. An awaitable result, such as that of an `async def` function, is awaited in one
+event loop together with the other running calls.
 """
 
 import asyncio

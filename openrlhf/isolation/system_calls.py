@@ -69,8 +69,8 @@ class Checked(NamedTuple):
     mask: int = 0xFFFF_FFFF
 
 
-# O_RDONLY, O_WRONLY, O_RDWR, O_WRONLY | O_TRUNC, O_RDWR | O_TRUNC.
-# Landlock does not prevent O_RDONLY | O_TRUNC before version 3, so it is excluded.
+# O_RDONLY, O_WRONLY, O_RDWR, O_WRONLY | O_TRUNC, O_RDWR | O_TRUNC. Before version 3, Landlock does
+# not prevent O_RDONLY | O_TRUNC, so this pair is excluded.
 OPEN_VALUES = (0o0, 0o1, 0o2, 0o1001, 0o1002)
 OPEN_MASK = 0o1003
 CHECKED = (
