@@ -114,7 +114,7 @@ class HeadedModel(nn.Module):
     model without experts.
     """
 
-    max_len: int | None = None  # tokens in the run's longest sequence, if known
+    max_len: int | None = None  # number of tokens in the run's longest sequence, if known
     ring: Ring | None = None  # the ranks that share each packed row
 
     def __init__(

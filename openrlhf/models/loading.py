@@ -56,7 +56,7 @@ class LoadSpec:
 
     path: str
     ds: LoadingConfig  # resolved settings, including the attention implementation actually used
-    max_len: int | None = None  # tokens in the run's longest sequence
+    max_len: int | None = None  # number of tokens in the run's longest sequence
     gradient_checkpointing: bool = False
     checkpoint_every: int = 1  # only every N-th layer is checkpointed
     checkpoint_offload: bool = False  # inputs of checkpointed layers are in CPU memory
@@ -380,9 +380,9 @@ def prepare_model(
 def pin_longrope(model: PreTrainedModel, max_len: int) -> None:
     """Give all sequences the RoPE frequencies for `max_len` tokens, as the engine does.
 
-    LongRoPE has two sets of frequencies, and Transformers chooses one based on the longest sequence
-    in each batch, so a result would depend on the other sequences in the batch. The model is
-    changed in place.
+    LongRoPE has two sets of frequencies, and Transformers chooses a set for the longest sequence in
+    each batch. Without this function, a result would therefore depend on the other sequences in the
+    batch. The model is changed in place.
     """
     for module in model.modules():
         if getattr(module, "rope_type", None) == "longrope":

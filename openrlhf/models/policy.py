@@ -21,7 +21,7 @@ T = TypeVar("T")
 class TokenScores(NamedTuple):
     """Log-probabilities and entropies per token on the flat axis; zero for tokens outside `wanted`.
 
-    The class is a tuple because ZeRO 3 hooks only look into tuples.
+    The class is a tuple because ZeRO 3 hooks look only into tuples.
     """
 
     logprobs: Float[Tensor, " N"]
@@ -82,7 +82,7 @@ class LogitSource(NamedTuple):
     """Hidden states and the output layer that turns them into logits.
 
     The states and the layer take much less memory than the logits. The class is a tuple because
-    ZeRO 3 hooks only look into tuples.
+    ZeRO 3 hooks look only into tuples.
     """
 
     states: Float[Tensor, "K H"]

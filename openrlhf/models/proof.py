@@ -23,7 +23,7 @@ CheckedModel = PolicyModel | ScalarModel
 LENGTHS = (11, 17)  # lengths of the two short sequences, in tokens
 # The two long sequences exceed the reach of the model's attention by this number of tokens.
 TOKENS_BEYOND_REACH = (16, 32)
-ASSUMED_MAX_LEN = 4096  # tokens; used if the run's maximum sequence length is unknown
+ASSUMED_MAX_LEN = 4096  # in tokens; used if the run's maximum sequence length is unknown
 # Configuration keys for the size of a token block.
 BLOCK_ENTRIES = re.compile("block|chunk|compress_rate")
 # Configuration keys for the number of tokens or blocks kept by attention.

@@ -1,4 +1,4 @@
-"""Terminal lines with the metrics of a step or an evaluation, and the number formats.
+"""Terminal lines with the metrics of a step or an evaluation, and the formats of numbers.
 
 Numbers have fixed widths, so that the lines of a run align in columns. The most important parts of
 a line come first, because a narrow terminal crops its end.

@@ -274,7 +274,7 @@ def _matching(pattern: str, names: Iterable[str]) -> list[str]:
 def read_series(rows: Iterable[Row]) -> Series:
     """Return the curve of each metric, without non-finite values.
 
-    If a step was logged twice, the later value replaces the earlier one.
+    If a step was logged twice, the later value replaces the earlier value.
     """
     points: dict[str, dict[float, float]] = {}
     for row in rows:

@@ -34,12 +34,12 @@ class Process:
 
     tenants: tuple[Tenant, ...]
     count: int  # processes that share the memory
-    framework: int  # bytes of each process before its first model
+    framework: int  # size of each process in bytes, before its first model
 
     def at(self, instant: Instant) -> dict[str, Usage]:
         """Return the memory of the framework and of each tenant, with one tenant active.
 
-        The active tenant is the one whose memory grows the most at this instant.
+        The active tenant is the tenant whose memory grows the most at this instant.
         """
         active = self._busiest(instant)
         held: dict[str, Usage] = {"framework": Usage(framework=self.framework) * self.count}
@@ -64,7 +64,7 @@ class Pool:
 
     name: str
     capacity: int  # bytes
-    count: int  # devices of this kind
+    count: int  # number of devices of this kind
     processes: tuple[Process, ...]
     constants: Constants
     problems: tuple[str, ...] = ()  # reasons why the run cannot start, regardless of the total
@@ -132,7 +132,7 @@ class Plan:
     cluster: Cluster
     constants: Constants
     pools: tuple[Pool, ...]
-    devices: int  # devices that the run needs
+    devices: int  # number of devices that the run needs
 
     @property
     def shortage(self) -> str:

@@ -15,9 +15,9 @@ GEMMA_LIKE = ("gemma", "gemma2", "gemma3_text")
 class Pass:
     """The largest forward pass of a model on one rank."""
 
-    tokens: int  # positions that the decoder computes on this rank, with padding
-    longest: int  # tokens in the longest sequence
-    scored: int  # positions for which logits (or scalar values) are computed
+    tokens: int  # number of positions that the decoder computes on this rank, with padding
+    longest: int  # number of tokens in the longest sequence
+    scored: int  # number of positions for which logits (or scalar values) are computed
     packed: bool = True  # False for a right-padded block with an attention mask
 
 
@@ -28,9 +28,9 @@ class ModelRole:
     name: str  # policy, critic, reference, reward or teacher
     shape: ModelShape
     dtype: str = "bf16"  # data type of the weights
-    dp: int = 1  # ranks with different data
-    tp: int = 1  # ranks that split each layer
-    sp: int = 1  # ranks that split each sequence
+    dp: int = 1  # number of ranks with different data
+    tp: int = 1  # number of ranks that split each layer
+    sp: int = 1  # number of ranks that split each sequence
     zero_stage: int = 0  # the effective stage; frozen models are sharded only in stage 3
     trained: bool = False
     optimizer: str = "adam"
@@ -45,16 +45,16 @@ class ModelRole:
     ema: bool = False
     gradient_checkpointing: bool = False
     checkpoint_every: int = 1  # with gradient checkpointing, every N-th layer is recomputed
-    checkpoint_offload: bool = False  # the inputs of recomputed layers are in CPU memory
+    checkpoint_offload: bool = False  # True if the inputs of recomputed layers are in CPU memory
     flash: bool = False  # True for FlashAttention, which needs no mask and no float32 copies
     overlap_comm: bool = False
-    entropy: bool = False  # the policy's entropy is computed
-    keeps_logits: bool = False  # autograd keeps the logits (KD, PRM, adapters)
-    teacher_bytes: int = 0  # teacher outputs, which are kept until the end of the backward pass
-    teacher_logits: bool = False  # each chunk of logits comes with the teacher's logits
+    entropy: bool = False  # True if the policy's entropy is computed
+    keeps_logits: bool = False  # True if autograd keeps the logits (KD, PRM, adapters)
+    teacher_bytes: int = 0  # size of the teacher's outputs, kept until the backward pass ends
+    teacher_logits: bool = False  # True if each chunk of logits comes with the teacher's logits
     training: Pass | None = None
     scoring: Pass | None = None
-    window: int = 1  # micro-batches per optimizer step
+    window: int = 1  # number of micro-batches per optimizer step
     publishes: bool = False  # True if the weights are sent to engines
     adapter_only: bool = False  # True if only the adapter is sent
 
@@ -92,11 +92,11 @@ class EngineRole:
 
     shape: ModelShape
     dtype: str = "bf16"
-    devices: int = 1  # devices that split the engine's weights and KV cache
-    tp: int = 1  # devices that split each layer
+    devices: int = 1  # number of devices that split the engine's weights and KV cache
+    tp: int = 1  # number of devices that split each layer
     memory_share: float | None = None  # share of a device's memory; None with `cache_bytes`
     cache_bytes: int = 0
-    max_len: int = 2048  # tokens in the longest sequence
+    max_len: int = 2048  # number of tokens in the longest sequence
     sleeps: bool = False  # True if the engine frees its device memory between rollouts
     quantized: bool = False
     bucket_bytes: int = 0  # size of the buffer that receives published weights

@@ -123,7 +123,7 @@ def training_time(role: ModelRole, cluster: Cluster, *, tokens: int, length: int
         scored = role.training.scored / role.training.tokens
     operations = (passes + again) * _rank_operations(role, length)
     operations += (passes + 1) * scored * head_operations(role)
-    own = tokens / role.ranks  # ranks that divide layers process the same tokens
+    own = tokens / role.ranks  # because ranks that divide layers process the same tokens
     compute = own * operations / rate(cluster)
     weights = role.width * role.shape.parameters / role.tp
     gradients = weights

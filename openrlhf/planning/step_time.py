@@ -48,7 +48,7 @@ def _batch_tokens(config: SupervisedConfig, model: ModelRole, batch: Pass) -> in
     """Return the total number of tokens in an optimizer step whose passes are like `batch`."""
     of_rank = max(1, config.train.batch_size // model.dp)
     micro = min(config.train.micro_batch_size, of_rank)
-    # sequences per sample (two for pairs)
+    # number of sequences per sample (two for pairs)
     rows = max(1, round(batch.tokens * model.sp / (micro * config.data.max_len)))
     return config.train.batch_size * rows * config.data.max_len
 

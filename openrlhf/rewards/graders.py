@@ -100,8 +100,8 @@ def grade_math(response: str, label: Any) -> float:
     The final answer is the content of the last box or, without a box, the number after `####`.
     Otherwise, the final answer is the formula or number that math-verify finds in the last 1,000
     characters (preferably after "answer"). A label is a bare answer (`72`, `\frac{1}{2}`), a
-    solution that contains a box or `####`, or a list of these. Raises ValueError for a label
-    without an answer.
+    solution that contains a box or `####`, or a list of answers and solutions. Raises ValueError
+    for a label without an answer.
     """
     for truth in math_answers(label):
         if grade := _grade_one(response, truth):

@@ -35,7 +35,7 @@ class _Server:
     url: str
     in_flight: int = 0
     sent: int = 0  # number of requests sent to the server so far
-    pause: float = 0.0  # seconds of the last backoff; 0 after a response
+    pause: float = 0.0  # duration of the last backoff in seconds; 0 after a response
     rests_until: float = 0.0  # end of the backoff, by the monotonic clock
 
     @property

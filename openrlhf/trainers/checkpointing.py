@@ -94,8 +94,9 @@ class Checkpointing:
         """With --eval.patience, load the weights of the best evaluation."""
         checkpoint = self.best.to_export(step, self.manager, self.recorder.display.note)
         if checkpoint:
-            # From here on, no checkpoint may be written: the models hold the best weights, not
-            # those of this step. `saved` stops `saving_last_step` from writing one.
+            # From here on, no checkpoint may be written, because the models hold the best weights
+            # instead of this step's weights. `saved` stops `saving_last_step` from writing a
+            # checkpoint.
             self.saved = step
             self._have_models(TrainedWorker.load_checkpoint, checkpoint, "load the best weights")
 

@@ -161,7 +161,7 @@ class ExperienceMaker:
         # Estimators that compare entire samples ignore the rewards of individual turns.
         turns = None if estimator.traits.per_episode else experience.turn_rewards
         row_of_token = experience.row_of_token()
-        for block in experience.blocks():  # rows of similar lengths
+        for block in experience.blocks():  # a block has rows of similar lengths
             rows = row_of_token[block.positions[:, 0]]
             mask = block.pad(experience.action_mask)
             per_token = token_rewards(

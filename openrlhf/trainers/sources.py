@@ -71,7 +71,7 @@ class Source(ABC):
         """True if no prompt is left."""
 
     def resume(self, *, step: int, consumed: int, folder: Path) -> None:
-        """Resume after `step`, by which point `consumed` prompts had been used.
+        """Resume after `step`, when `consumed` prompts had been used.
 
         The files were written to `folder` by `save`.
         """

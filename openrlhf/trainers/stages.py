@@ -184,7 +184,8 @@ class ColumnStage:
 class RewardStage:
     """The rewards from reward models, if there are any.
 
-    Each model's rewards are added to the reward function's rewards, weighted as the flags specify.
+    The result is a weighted sum of the models' rewards and the reward function's rewards, with
+    weights from the flags.
     """
 
     workers: WorkerGroup | None

@@ -27,7 +27,7 @@ from openrlhf.training.strategy import Strategy
 from openrlhf.units import GIB
 from openrlhf.workers.base import MicroBatchLimits, export_trained
 
-BUCKET_BYTES = GIB  # bytes of weights that an export gathers at a time
+BUCKET_BYTES = GIB  # maximum size in bytes of the weights that an export gathers at a time
 
 T = TypeVar("T")
 
@@ -330,7 +330,7 @@ class SupervisedTrainer(Generic[Row, Micro]):
             self.measured_at = -1
 
     def export(self, path: str, *, final: bool = True) -> None:
-        """Write the model in Transformers' format, or its adapters in PEFT's. Collective.
+        """Write the model in Transformers' format, or its adapters in PEFT's format. Collective.
 
         With --train.enable_ema, the EMA of the weights is written. `final` marks the export that
         ends the run.

@@ -77,7 +77,7 @@ class OfflineTask(ABC, Generic[Config, Row, Micro]):
     def frozen_paths(self) -> dict[str, str | None]:
         """Return the paths of the frozen language models, keyed by the flags that name them.
 
-        A path of None means a copy of the model before training.
+        If a path is None, the frozen model is a copy of the model before training.
         """
         return {}
 

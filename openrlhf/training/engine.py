@@ -35,7 +35,7 @@ from openrlhf.training.universal import converted, is_sharded_differently
 Totals = Mapping[str, float]  # counts of tokens or sequences by name
 Metrics = dict[str, Metric]
 M = TypeVar("M")  # a micro-batch
-# Maps --ds.param_dtype to the data type of weights that have float32 master weights.
+# Maps --ds.param_dtype to the data type of those weights that have float32 master weights.
 ROUNDED_DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16}
 
 

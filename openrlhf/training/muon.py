@@ -150,7 +150,7 @@ class Muon(torch.optim.AdamW):
         state = self.state[flat]
         if MOMENTUM not in state:
             state[MOMENTUM] = torch.zeros_like(flat)
-            state["step"] = torch.zeros(())  # AdamW only loads states that have a step count
+            state["step"] = torch.zeros(())  # AdamW loads only states that have a step count
         momentum: Tensor = state[MOMENTUM]
         momentum.lerp_(gradient, 1 - group["momentum"])
         flat.mul_(1 - group["lr"] * group["weight_decay"])

@@ -38,7 +38,7 @@ class Strategy:
         seed: int,
         full_determinism: bool = False,
     ) -> None:
-        """Join the process group, or reuse the one that this process has already joined."""
+        """Join the process group, or reuse the group that this process has already joined."""
         self.config = ds
         self.layout = layout
         devices.complete_launcher_environment()

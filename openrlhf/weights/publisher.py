@@ -115,8 +115,8 @@ class WeightPublisher:
     def publish(self, version: int) -> None:
         """Send the policy's weights to all engines as `version`.
 
-        Engines that are lost in the meantime receive the weights after their restart. Raises a
-        PublicationError that names the differences, or the error of a lost process.
+        Engines that are lost during the publication receive the weights after their restart. Raises
+        a PublicationError that names the differences, or the error of a lost process.
         """
         with self.sending:
             if self.engines is None:

@@ -1,4 +1,4 @@
-"""Models that only run forward passes: the reference policy, the teacher and reward models."""
+"""Models that run only forward passes: the reference policy, the teacher and reward models."""
 
 from dataclasses import dataclass
 from functools import partial
