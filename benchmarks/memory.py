@@ -341,7 +341,7 @@ def zero_stage(case: Case) -> int:
 def predicted(case: Case, shape: ModelShape, constants: Constants) -> dict[Instant, Usage]:
     """Return the predicted memory of the process at each instant.
 
-    Models are loaded one after another, checked once all of them exist, and then used one at a
+    Models are loaded one after another, checked once all of them are loaded, and then used one at a
     time.
     """
     memories = [RoleMemory(role, constants) for role in roles_of(case, shape)]

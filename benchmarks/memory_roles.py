@@ -258,7 +258,7 @@ def experience_of(case: Case, rows: int) -> Experience:
 
 
 def task_rows(case: Case, rows: int) -> list[Any]:
-    """Return `rows` dataset rows of an offline task."""
+    """Return `rows` dataset rows for an offline task."""
     prompt = case.length // PROMPT_SHARE
     made: list[Any] = []
     draw = torch.Generator().manual_seed(0)

@@ -1,4 +1,4 @@
-"""CPU seconds of a GRPO step, by part of the code and by process.
+"""Measures the CPU seconds of a GRPO step by part of the code and by process.
 
 Requires py-spy, which is installed with Ray, and permission to use it. A part's share is its
 fraction of py-spy's samples. The CPU seconds of a step include py-spy's slowdown.
@@ -60,7 +60,7 @@ WAITING = (
 
 
 def watch(rows: Path, run: psutil.Process, folder: Path) -> dict[str, Path]:
-    """Record the run's processes that compute, from the end of the warmup until the run exits.
+    """Record the run's computing processes from the end of the warmup until the run exits.
 
     Returns the record files, keyed by role.
     """

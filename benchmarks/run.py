@@ -1,4 +1,4 @@
-"""Comparison of this project with TRL in alternating rounds.
+"""Compares this project with TRL in alternating rounds.
 
     make bench
     python -m benchmarks.run --rounds 1 --only grpo-equal-fp32 --peer .venv/peer

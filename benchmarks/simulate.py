@@ -1,4 +1,4 @@
-"""Prediction of the speed of asynchronous training for a given distribution of episode lengths.
+"""Predicts the speed of asynchronous training for a given distribution of episode lengths.
 
     python -m benchmarks.simulate --prompts 64 --samples 8 --slots 512 --median 30 \
         --sigma 1 --train 20

@@ -16,7 +16,7 @@ def load_spec(
     load_in_4bit: bool = False,
     **more: Any,
 ) -> LoadSpec:
-    """Return the settings to load the model in a folder."""
+    """Return the settings for loading the model in a folder."""
     ds = LoadingConfig(
         param_dtype=param_dtype,
         attn_implementation=attention,

@@ -1,4 +1,4 @@
-"""Training rows for a process reward model, made from GSM8K's graded model solutions.
+"""Makes training rows for a process reward model from GSM8K's graded model solutions.
 
     python examples/data/gsm8k_steps.py gsm8k/example_model_solutions.jsonl steps.jsonl
     python -m openrlhf.cli.train_prm --data.dataset steps.jsonl --data.input_key text \

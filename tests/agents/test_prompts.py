@@ -203,7 +203,10 @@ class Request:
 
 
 def check_prompts(engine: ScriptedEngine, requests: list[Request], notices: dict[str, str]) -> None:
-    """Assert that prompts keep sampled tokens and, without a notice, equal the full rendering."""
+    """Assert that prompts keep sampled tokens.
+
+    A prompt without a notice must equal the full rendering.
+    """
     for turn, request in enumerate(requests):
         prompt = engine.prompts[turn]
         sampled = [False] * len(prompt)

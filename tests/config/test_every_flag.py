@@ -160,7 +160,7 @@ def resolved(command: str, line: str) -> tuple[Any, list[str]]:
 
 
 def shown(value: Any) -> Any:
-    """Return a comparable copy of a value, with every section replaced by the same text."""
+    """Return a comparable copy of a value in which every section is replaced by the same text."""
     if isinstance(value, Section):
         return "a section"
     if is_dataclass(value) and not isinstance(value, type):

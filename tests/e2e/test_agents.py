@@ -58,7 +58,7 @@ def agent_flags(workspace: Path, folder: Path, agent: Path, **changes: Any) -> d
 
 @pytest.fixture(scope="module")
 def temporary() -> Iterator[Path]:
-    """Return a folder for temporary files with a path short enough for Unix sockets."""
+    """Return a folder for temporary files whose path is short enough for Unix sockets."""
     with tempfile.TemporaryDirectory(dir="/tmp", prefix="t") as folder:
         yield Path(folder)
 

@@ -1,4 +1,4 @@
-"""Measurements of tokens per second in generation and training, recorded but not asserted."""
+"""Measures tokens per second in generation and training; the speeds are not asserted."""
 
 from __future__ import annotations
 

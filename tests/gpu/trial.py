@@ -96,7 +96,7 @@ def calls(made: Sequence[pieces.Piece], limits: Limits, tree_nbytes: int) -> lis
 
 
 def describe(sequence: Sequence[Call], limits: Limits) -> str:
-    """Return a table of the calls, for the user to follow."""
+    """Return a table of the calls that the user should make."""
     budget = limits.budget()
     lines = ["| call | copy, MiB | brings | command | minutes |", "| --- | --- | --- | --- | --- |"]
     for number, call in enumerate(sequence, 1):

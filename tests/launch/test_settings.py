@@ -41,7 +41,7 @@ ON_POLICY = {
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Create model configurations: without dropout, with dropout, and with nested dropout."""
+    """Create model configurations without dropout, with dropout, and with nested dropout."""
     made = tmp_path_factory.mktemp("models")
     tiny_config("qwen2-tied").save_pretrained(made / "plain")
     tiny_config("qwen2-tied", attention_dropout=0.1).save_pretrained(made / "dropout")

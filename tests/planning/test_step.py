@@ -1,4 +1,4 @@
-"""Tests of the memory of an optimizer step on a GPU.
+"""Tests of an optimizer step's memory use on a GPU.
 
 The expected sizes are those of the tensors that DeepSpeed creates in a step.
 """

@@ -544,7 +544,7 @@ class TestFailedPublication:
                 "drop",
                 r"loaded model.layers.1.mlp.up_proj.weight 0 times.*stale values in .*gate_up_proj",
             ),
-            # the layer was already full, so vLLM's loader itself raises
+            # the layer was already full, so vLLM's loader raises the error
             ("double", "weight_loader" if Version("0.25") <= VLLM else "loaded .* 2 times"),
             pytest.param(
                 "no repacking",

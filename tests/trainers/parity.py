@@ -36,7 +36,7 @@ LORA = LoraConfig(rank=4, alpha=8)
 
 @dataclass(frozen=True, kw_only=True)
 class Case:
-    """One run: a task on a model, in a layout of ranks."""
+    """One run of a task on a model in a layout of ranks."""
 
     model: str  # a model kind in `tests.tiny`
     task: str = "sft"

@@ -46,7 +46,7 @@ def exported(folder: Path, case: str, run: str) -> Path:
 def test_export_is_the_average_over_the_applied_steps(folder: Path, case: str) -> None:
     """The average starts at the initial weights and is updated as p̄ ← β p̄ + (1 − β) p.
 
-    A step with a NaN gradient does not count.
+    A step with a NaN gradient is not counted.
     """
     path = torch.load(folder / case / "path.pt")
     tensors = load_file(exported(folder, case, "whole"))

@@ -328,9 +328,9 @@ def column_stage(name: str, **changes: Any) -> ColumnStage:
 
 
 def judges(broken: tuple[int, ...] = (), *, models: bool = True, **flags: Any) -> RewardStage:
-    """Return a stage with two reward models: one returns 1, the other the row number.
+    """Return a stage with two reward models: one returns 1, and the other returns the row number.
 
-    Rows listed in `broken` get NaN.
+    The rewards of rows listed in `broken` are NaN.
     """
 
     def answer(rows: Any) -> torch.Tensor:

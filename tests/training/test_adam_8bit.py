@@ -32,7 +32,7 @@ def is_8bit(name: str, weight: Tensor) -> bool:
 
 
 def reference(folder: Path, case: Case) -> list[dict[str, Tensor]]:
-    """Return the weights before the first and after the last step of AdamW in float64."""
+    """Return the weights before the first step and after the last step of AdamW in float64."""
     hf = AutoModelForCausalLM.from_pretrained(folder / case.model, dtype=torch.float64)
     parameters = dict(hf.named_parameters())
     groups = [

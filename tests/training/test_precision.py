@@ -103,7 +103,7 @@ def name_of(models: Path, case: Case) -> str:
 
 
 def by_case(cases: list[Case]) -> pytest.MarkDecorator:
-    """Run a test for each case: quick cases always, the rest only in `make verify`."""
+    """Run a test for each case; slow cases run only in `make verify`."""
     marked = [
         pytest.param(
             case, marks=() if case in QUICK else pytest.mark.verify, id="-".join(map(str, case))

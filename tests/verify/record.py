@@ -260,7 +260,7 @@ class Verified:
         write_records(records.values())
 
     def pytest_terminal_summary(self, terminalreporter: pytest.TerminalReporter) -> None:
-        """Write the page, and report the skipped tests and whether outcomes were recorded."""
+        """Write the page; report which tests were skipped and whether outcomes were recorded."""
         if self.left_out:
             terminalreporter.write_line(
                 f"Skipped {self.left_out} tests in this shard that have already passed on the "

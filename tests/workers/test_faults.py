@@ -59,7 +59,7 @@ def test_nonfinite_loss_leaves_optimizer_state_unchanged(
 def test_applied_step_resets_the_count_of_consecutive_skipped_steps(
     results: dict[str, Any], stage: str
 ) -> None:
-    """With `max_nonfinite` 2, a bad, a good and a bad step are allowed, but no more bad steps."""
+    """`max_nonfinite` 2 allows the steps bad, good, bad; another bad step ends the run."""
     result = results[stage]
     assert result["counts"] == [1, 1]
     assert all(re.match(r"2 optimizer step.* actor", error) for error in result["loss errors"])

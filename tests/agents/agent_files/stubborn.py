@@ -70,7 +70,8 @@ class AgentExecutor(AgentExecutorBase):
                     raise
             case "meets":
                 note(prompt, f"here {os.getpid()}")
-                # Five processes take part: the shared process, then four with one episode each.
+                # Five processes take part: the shared process, then four processes with one episode
+                # each.
                 while not noted(prompt, "left") or noted(prompt, "here") < 5:
                     await asyncio.sleep(0.01)
             case "exits at the meeting":
