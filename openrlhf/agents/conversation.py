@@ -133,7 +133,7 @@ class Conversation:
         self._pending: _Prompt | None = None  # the last prompt
         self._answered: TemplateInputs | None = None  # the last request that has a reply
         self._reply: Message = {}  # the last reply
-        self._reply_ended = False  # whether the reply ends with an end-of-turn token
+        self._reply_ended = False  # True if the reply ends with an end-of-turn token
 
     def mismatch(self, inputs: TemplateInputs) -> str | None:
         """Return why a request does not continue this conversation, or None if it does."""

@@ -49,7 +49,7 @@ KEEP_ALIVE_S = 24 * 3600
 
 @dataclass(kw_only=True)
 class _Session:
-    """The requests and conversations of one episode, while its agent runs."""
+    """The requests and conversations of one episode whose agent is running."""
 
     tokenizer: PreTrainedTokenizerBase
     max_length: int
@@ -60,7 +60,7 @@ class _Session:
     # Conversations that have a reply, ordered by the time of their last reply.
     conversations: list[Conversation] = field(default_factory=list[Conversation])
     notices: dict[str, str] = field(default_factory=dict[str, str])
-    truncated: bool = False  # whether a limit of the run truncated the last request or its reply
+    truncated: bool = False  # True if a limit of the run truncated the last request or its reply
     last_request: dict[str, Any] = field(default_factory=dict[str, Any])  # answered last
     last_answer: dict[str, Any] = field(default_factory=dict[str, Any])
 

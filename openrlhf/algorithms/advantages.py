@@ -123,7 +123,7 @@ class AdvantageEstimator:
 
 
 class EstimatorError(ValueError):
-    """An error for an estimator that violates the reward-shaping contract, such as a plug-in's.
+    """An error for an estimator, such as a plug-in's, that violates the reward-shaping contract.
 
     The message refers to the shaping function as "it", because the caller prepends the estimator's
     name.

@@ -21,8 +21,9 @@ KL_ESTIMATORS: Registry[KLEstimator] = Registry(
 
 @KL_ESTIMATORS.register("k1")
 def k1(log_ratio: Float[Tensor, "*s"]) -> Float[Tensor, "*s"]:
-    """Return x: unbiased, positive or negative. As a loss, this estimator has an expected gradient
-    of zero.
+    """Return x, which is unbiased and may be positive or negative.
+
+    As a loss, this estimator has an expected gradient of zero.
 
     Schulman 2020, joschu.net/blog/kl-approx.html
     """
@@ -31,8 +32,9 @@ def k1(log_ratio: Float[Tensor, "*s"]) -> Float[Tensor, "*s"]:
 
 @KL_ESTIMATORS.register("k2")
 def k2(log_ratio: Float[Tensor, "*s"]) -> Float[Tensor, "*s"]:
-    """Return x² / 2: biased, never negative. As a loss, this estimator has the gradient of the true
-    KL.
+    """Return x² / 2, which is biased and never negative.
+
+    As a loss, this estimator has the gradient of the true KL.
 
     Schulman 2020
     """
@@ -41,8 +43,9 @@ def k2(log_ratio: Float[Tensor, "*s"]) -> Float[Tensor, "*s"]:
 
 @KL_ESTIMATORS.register("k3")
 def k3(log_ratio: Float[Tensor, "*s"]) -> Float[Tensor, "*s"]:
-    """Return exp(−x) − 1 + x: unbiased, never negative. As a loss, this estimator has the gradient
-    of KL(π_ref‖π).
+    """Return exp(−x) − 1 + x, which is unbiased and never negative.
+
+    As a loss, this estimator has the gradient of KL(π_ref‖π).
 
     Schulman 2020; GRPO, eq. 4, arXiv:2402.03300
     """

@@ -12,7 +12,7 @@ class Registry(dict[str, Choice]):
     it is imported.
 
     Each name can be used once. `choices` maps a flag's valid names to their traits; `register` adds
-    new names to it. `traits` builds the traits from the properties passed to `register`.
+    new names to this mapping. `traits` builds the traits from the properties passed to `register`.
     """
 
     def __init__(

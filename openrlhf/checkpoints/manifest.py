@@ -80,7 +80,7 @@ class RunState:
     planned_updates: int = 0
     run_dir: str = ""
     started: str = ""  # time of the run's first start; empty in older checkpoints
-    # Whether texts default to the format the model was trained on; false in older checkpoints.
+    # True if texts default to the format the model was trained on; false in older checkpoints.
     trained_format: bool = False
     engines: Mapping[str, StateLayout] = field(default_factory=dict)  # part name → layout
     # Settings that must not change when the run resumes.

@@ -70,11 +70,11 @@ STARTED_BY = "OPENRLHF_RAY_STARTED_BY"
 def ray_cluster(plan: Placement, on_loss: Callable[[LostRay], None]) -> Iterator[None]:
     """Run the block in a Ray cluster.
 
-    Join the cluster at RAY_ADDRESS, the Ray job's cluster, or the one that `ray start` has started
-    on this machine; otherwise start a cluster that is shut down when the block exits. `on_loss`
-    must end this process: a thread calls it if Ray's control store or this machine's raylet dies.
-    Raises PlacementError if the cluster at RAY_ADDRESS cannot be joined, or if the cluster is too
-    small for the plan.
+    Join the cluster at RAY_ADDRESS, the Ray job's cluster, or the cluster that `ray start` has
+    started on this machine; otherwise start a cluster that is shut down when the block exits.
+    `on_loss` must end this process: a thread calls it if Ray's control store or this machine's
+    raylet dies. Raises PlacementError if the cluster at RAY_ADDRESS cannot be joined, or if the
+    cluster is too small for the plan.
     """
     was_connected = ray.is_initialized()
     with termination.exit_on_signals():

@@ -83,7 +83,7 @@ class Flag:
     help: str
     choices: Collection[str] | None = None  # plug-ins may add choices to the tables in `choices`
     metavar: str | None = None
-    # The first number of a pair if only the second one is given; None if both are required.
+    # The first number of a pair if only the second number is given; None if both are required.
     single: float | None = None
     ge: float | None = None  # bounds apply to each number in a pair
     gt: float | None = None

@@ -23,7 +23,7 @@ from openrlhf.config.legacy_values import combined_flags
 
 CRITIC_FLAGS = ("algo.advantage.lambd", "critic.value_clip")
 OLD_LENGTHS = ("prompt_max_len", "generate_max_len")  # each flag defaulted to 1024 tokens
-Group = tuple[str, list[str]]  # a flag as typed, but without dashes, and the words after it
+Group = tuple[str, list[str]]  # a flag as typed (without its dashes), and the words after it
 
 
 @dataclass(kw_only=True)

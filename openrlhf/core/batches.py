@@ -327,8 +327,8 @@ class Pairs(Ragged):
 class Experience(Ragged):
     """A batch of episodes as it passes through annotation, credit assignment and the update.
 
-    An episode has one row, or one row per conversation. A column is None until it is computed, and
-    in copies of the batch for workers that do not read the column (`only`).
+    An episode has one row, or one row per conversation. A column is None until it is computed. A
+    column is also None in a copy of the batch that `only` makes for workers that do not read it.
     """
 
     # Known after sampling.

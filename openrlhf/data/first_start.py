@@ -27,7 +27,7 @@ class FirstStart:
     """
 
     moment: str  # when the run was first started; chat templates insert its date
-    trained_format: bool  # whether texts default to the format the model was trained on
+    trained_format: bool  # true if texts default to the format the model was trained on
 
     @classmethod
     def here(cls) -> Self:

@@ -28,9 +28,9 @@ def load_datasets(
 ) -> Dataset:
     """Return the split `split` of the comma-separated datasets in `spec`, as one dataset.
 
-    The result has at most `max_samples` rows, and at most that number is read from each item. An
-    item of `spec` is a file (.json, .jsonl, .csv, .tsv, .parquet or .arrow; the first four may be
-    gzipped), a folder of these files, a folder written by `save_to_disk`, or a Hub name.
+    The result has at most `max_samples` rows, and at most `max_samples` rows are read from each
+    item. An item of `spec` is a file (.json, .jsonl, .csv, .tsv, .parquet or .arrow; the first four
+    may be gzipped), a folder of these files, a folder written by `save_to_disk`, or a Hub name.
     `item@folder` selects a subfolder of the item. Without `probs`, the items are concatenated. With
     `probs`, rows are drawn from the items with these probabilities until every row has been drawn.
     Values are not converted: every CSV cell is text (007 stays 007), and an empty cell is null. The

@@ -249,10 +249,10 @@ NO_HEADER: tuple[int, list[str]] = (0, [])  # header of an empty file
 def csv_records(file: IO[bytes], name: str, separator: str) -> Iterator[tuple[int, list[str]]]:
     """Yield the records of a CSV file with their line numbers: the header, then the rows.
 
-    Empty lines are skipped. If the header does not contain `separator`, the first of comma,
-    semicolon and tab that it does contain is used. Unnamed columns are named as in pandas. Raises a
-    DataError with the line number for text that is not UTF-8, unmatched quotes, and duplicate
-    column names.
+    Empty lines are skipped. If the header does not contain `separator`, the separator is the first
+    of comma, semicolon and tab that the header contains. Unnamed columns are named as in pandas.
+    Raises a DataError with the line number for text that is not UTF-8, unmatched quotes, and
+    duplicate column names.
     """
     csv.field_size_limit(MAX_CELL_CHARACTERS)
     lines = _csv_lines(file, name)

@@ -47,7 +47,7 @@ class _Running:
 
 
 class UserProcess:
-    """A user process, from its first call until it ends, used from a single event loop."""
+    """A user process, from its first call until it ends. Only one event loop uses the process."""
 
     def __init__(self, limits: Limits, log: Path | None) -> None:
         self.limits, self.log = limits, log
