@@ -25,7 +25,7 @@ from openrlhf.workers.frozen import RewardModelSettings
 
 # Commands that use engines and reward models.
 SamplingCommand = PPOConfig | EvaluationConfig | BatchInferenceConfig
-ENGINE_PROBE_TOKENS = 8  # tokens sampled per prompt to compare the engines with the trainer
+ENGINE_PROBE_TOKENS = 8  # number of tokens per prompt for comparing engines with the trainer
 # The largest mean difference between log-probabilities that rounding can explain, in nats.
 FP32_TOLERANCE = 0.01
 BF16_TOLERANCE = 0.2

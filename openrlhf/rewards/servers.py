@@ -57,7 +57,7 @@ class HTTPServers:
     backing off, not yet tried, least busy, fewest requests so far. Idle servers are therefore used
     in rotation. If all servers are backing off, the next attempt waits for the server whose backoff
     ends first. In messages, a server is called `kind`. `flag` and `limit` are the flags that set
-    its URL and timeout. `key` is sent with every request.
+    the server's URL and timeout. `key` is sent with every request.
     """
 
     def __init__(

@@ -140,7 +140,7 @@ class _Core(EngineCoreProc):
         yield self._known_addresses
 
     def _initialize_kv_caches(self, vllm_config: VllmConfig) -> KVCacheConfig:
-        """Limit the default cache size to twice that of a full batch of maximum-length samples.
+        """Limit the default cache to twice the size that a full batch of the longest samples needs.
 
         A larger cache would only take longer to fill with zeros.
         """

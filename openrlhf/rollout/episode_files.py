@@ -60,7 +60,7 @@ class EpisodeFolder:
         return max(self.steps(), default=0)
 
     def _files(self) -> list[re.Match[str]]:
-        """Return the matches of `FILE` with the names of the files in the folder."""
+        """Match the names of the folder's files against `FILE`, and return the matches."""
         matches = [FILE.fullmatch(path.name) for path in self.path.glob("*.jsonl.gz")]
         return [match for match in matches if match]
 

@@ -30,7 +30,7 @@ class SamplingSpec:
     """
 
     purpose: str  # "train" or "eval"; used to derive every seed
-    rollout: RolloutConfig  # number of samples, temperature, stop conditions
+    rollout: RolloutConfig  # number of samples, temperature and stop conditions
     max_len: int  # maximum length of prompt and response together, in tokens
     seed: int | None  # None: unseeded sampling
     repetition_penalty: float = 1.0

@@ -1,4 +1,4 @@
-"""Tracks a run's best evaluation, whose checkpoint is kept, and stops early (--eval.patience)."""
+"""Tracks a run's best evaluation, to keep its checkpoint and to stop early (--eval.patience)."""
 
 import math
 from collections.abc import Callable, Mapping

@@ -109,7 +109,7 @@ class ExperienceMaker:
         return StepBatch(experience=experience, trajectories=trajectories, kept=kept, timing=timing)
 
     def credit(self, experience: Experience) -> tuple[Experience, dict[str, Metric]]:
-        """Return the rows to train on with r_t, Â_t and Ĝ_t, and the metrics of the batch.
+        """Return the rows to train on, including r_t, Â_t and Ĝ_t, and the batch's metrics.
 
         With --algo.loss.mask_truncated, truncated samples count in the metrics, in their prompts'
         baselines and in whitening, but are removed from the rows, so they enter neither the

@@ -38,8 +38,10 @@ class PretrainingMix:
     def for_slices(
         self, optimizer_steps: Sequence[int], slices: int, *, attention_length: int | None = None
     ) -> list[list[TokenRows]]:
-        """Return one batch per optimizer step for each slice, such that the slices' `row_costs` are
-        similar. A slice without rows gets one row whose loss mask is all false.
+        """Return one batch per optimizer step for each slice.
+
+        All slices have similar total `row_costs`. A slice without rows gets one row whose loss mask
+        is all false.
         """
         per_slice: list[list[TokenRows]] = [[] for _ in range(slices)]
         for step in optimizer_steps:

@@ -36,7 +36,7 @@ class Source(ABC):
     """The training loop's only interface to generation: remaining batches and prompt progress.
 
     `score_group` adds the scores that `dynamic_filter` needs. `errors` limits how many episodes may
-    fail. `consumed` is the number of prompts used over all epochs, which is saved in checkpoints.
+    fail. `consumed`, which is saved in checkpoints, is the number of prompts used over all epochs.
     `total_steps` is the planned number of steps; filtering may use up the prompts earlier.
     """
 

@@ -130,7 +130,7 @@ def launch_scoring(
     *,
     per_row: bool = False,
 ) -> Callable[[float], Tensor]:
-    """Start scoring a batch, and return a function that waits for its column or matrix.
+    """Start scoring a batch, and return a function that waits for the resulting column or matrix.
 
     The returned function takes a timeout in seconds. The result has a value per token (N,), or one
     or several values per row: (B,) or (B, K). The rows are split into data slices, and the results

@@ -196,7 +196,8 @@ class SupervisedTrainer(Generic[Row, Micro]):
         parts: list[dict[str, Metric]] = []
         with self.engine.evaluating(), torch.no_grad():
             micros: list[Micro] = []
-            # counts for the micro-batches with this rank's own rows, which come first
+            # The counts of the micro-batches with this rank's own rows.
+            # These micro-batches come first.
             counts: list[dict[str, float]] = []
             for rows in self._evaluation_batches():
                 if interruptible and self.task.has_first_pass and self._asked_to_end():
