@@ -369,11 +369,11 @@ def predicted(case: Case, shape: ModelShape, constants: Constants) -> dict[Insta
 
 @dataclass(frozen=True, kw_only=True)
 class Row:
-    """Measured and predicted memory of a case at an instant."""
+    """A case's measured and predicted memory at one instant."""
 
     case: Case
     instant: Instant
-    measured: int  # bytes; the largest value of any rank
+    measured: int  # the largest value of any rank, in bytes
     predicted: int  # bytes
     state: int  # predicted bytes of weights, gradients and optimizer state
 

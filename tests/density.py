@@ -1,4 +1,4 @@
-"""The density of the code: syntax tree nodes per statement.
+"""The density of the code, measured in syntax tree nodes per statement.
 
 Docstrings, imports and annotations do not count.
 """

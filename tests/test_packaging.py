@@ -22,8 +22,8 @@ from tests.tiny import save_tiny_model
 PROJECT: dict[str, Any] = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
 # Libraries that are imported only if a flag needs them. The error message says what to install.
 OPTIONAL = {"bitsandbytes", "wandb"}
-# Declared because Transformers loads ZeRO-3 shards with one and torch writes event files with the
-# other.
+# Transformers needs accelerate to load ZeRO-3 shards, and torch needs tensorboard to write event
+# files.
 ASKED_FOR = {"accelerate", "tensorboard"}
 PINNED = {name: ROOT / f"requirements/{name}-dev.txt" for name in ("cpu", "gpu")}
 

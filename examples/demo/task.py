@@ -1,7 +1,8 @@
 """The demo's task, generated from scratch: sort five digits.
 
 The answer to `sort 52918=` is `12589` followed by the eos token. A model with less than a million
-parameters learns the answer format in seconds of supervised training, and the rest from rewards.
+parameters learns the answer format in seconds of supervised training, and learns the rest from
+rewards.
 """
 
 from __future__ import annotations

@@ -431,7 +431,7 @@ def test_abandoned_requests_are_cancelled_when_the_episode_ends(clients: Stand) 
         for index in range(2):
             abandoning = prompt("1+3", "give_up", index=index)
             [trajectory] = clients.rollout(abandoning, n_samples_per_prompt=1)
-            # The reward counts the requests of earlier episodes that are still running.
+            # The reward counts the unfinished requests of earlier episodes.
             assert (trajectory.reward, trajectory.error) == (0, None)
     finally:
         clients.generator.engines = engines

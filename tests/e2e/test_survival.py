@@ -282,7 +282,10 @@ def test_interrupted_run_saves_its_last_step_and_resumes_with_the_same_metrics(
 def test_offline_run_completes_and_exports_its_model_if_checkpoints_cannot_be_written(
     workspace: Path,
 ) -> None:
-    """Files may have at most 400 KiB. The model takes 213 KiB, and the optimizer state 638 KiB."""
+    """Files may be at most 400 KiB in size.
+
+    The model takes 213 KiB, and the optimizer state takes 638 KiB.
+    """
     folder = workspace / "no-room"
     settings = {
         "model.model_name_or_path": workspace / "model",

@@ -408,7 +408,8 @@ def test_process_killed_between_calls_is_replaced_without_an_error():
     with ProcessPool(1) as pool:
         first = call(pool, "process")
         os.kill(first, signal.SIGKILL)
-        # A call made before the pool notices the death would be blamed for killing the process.
+        # A call that is made before the pool notices the death would be blamed for killing the
+        # process.
         [process] = pool._shared._processes
         assert becomes_true(lambda: not running(first) and not process.usable)
         assert call(pool, "process") != first

@@ -9,7 +9,7 @@ from openai import APIError, BadRequestError, OpenAI
 
 from openrlhf.utils.agent import OpenAIAgentExecutor
 
-LEFT = []  # the set of unfinished requests of each earlier episode
+LEFT = []  # each earlier episode's set of unfinished requests
 
 
 class AgentExecutor(OpenAIAgentExecutor):
