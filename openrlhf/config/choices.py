@@ -1,7 +1,8 @@
-"""Names and traits of estimators, losses and corrections. This module does not import torch.
+"""Names and traits of estimators, losses, corrections and optimizers, without importing torch.
 
 The algorithms register their functions under these names. Names registered by plug-ins are added to
-these tables and become valid choices for the corresponding flags.
+these tables and become valid choices for the corresponding flags, except for --optim, which accepts
+only the optimizers listed here.
 """
 
 from dataclasses import dataclass
@@ -53,6 +54,27 @@ class KLTraits:
     terms: tuple[str, ...] = ("reward", "loss")
 
 
+@dataclass(frozen=True, kw_only=True)
+class OptimizerTraits:
+    """Requirements that an optimizer places on a run, and the weights that it treats specially.
+
+    An optimizer without special weights has no `mark`. Weights that are not special are trained
+    with AdamW and have two float32 moments.
+    """
+
+    section: str = ""  # section of flags that only this optimizer reads
+    needs_bitsandbytes: bool = False
+    # True if --ds.use_universal_ckpt can convert the optimizer's state.
+    has_universal_state: bool = False
+    # True if DeepSpeed's AdamW for CPUs replaces the optimizer with --ds.adam_offload.
+    has_cpu_version: bool = False
+    mark: str = ""  # entry of a parameter group that is true if its weights are special
+    only_hidden_matrices: bool = False  # False if all weights except embeddings may be special
+    min_special_size: int = 0  # number of elements of the smallest special weight
+    # Bytes of the moments per special weight or, without a mark, per weight.
+    moment_bytes: float = 8
+
+
 ESTIMATORS = {
     "gae": EstimatorTraits(needs_critic=True, whiten=True),
     "reinforce": EstimatorTraits(whiten=True),
@@ -79,6 +101,20 @@ KL_ESTIMATORS = {
     "k1": KLTraits(terms=("reward",)),
     "k2": KLTraits(terms=("loss",)),
     "k3": KLTraits(terms=("loss",)),
+}
+OPTIMIZERS = {
+    "adam": OptimizerTraits(has_universal_state=True, has_cpu_version=True),
+    "adam_8bit": OptimizerTraits(
+        needs_bitsandbytes=True,
+        mark="is_8bit",
+        min_special_size=4096,  # as in bitsandbytes
+        # Each of the two moments takes one byte per weight, plus a float32 scale per block of 256
+        # weights.
+        moment_bytes=2 * (1 + 4 / 256),
+    ),
+    "muon": OptimizerTraits(
+        section="muon", mark="is_muon", only_hidden_matrices=True, moment_bytes=4
+    ),
 }
 # Row layouts: detected (auto), set with the column flags (columns), or a known format.
 LAYOUTS = ("auto", "columns", "alpaca", "arena", "chat", "orca", "webgpt")

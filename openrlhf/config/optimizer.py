@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
+from openrlhf.config.choices import OPTIMIZERS
 from openrlhf.config.flags import Section, Unused, option
 
 SCHEDULERS = (
@@ -55,7 +56,7 @@ class OptimizerConfig(Section):
     optim: str = option(
         "adam",
         "Optimizer: AdamW, AdamW with 8-bit moments, or Muon.",
-        choices=("adam", "adam_8bit", "muon"),
+        choices=tuple(OPTIMIZERS),
     )
     muon: MuonConfig = MuonConfig()
     adam: AdamConfig = AdamConfig()
@@ -72,8 +73,9 @@ class OptimizerConfig(Section):
     def unused(self) -> Iterator[Unused]:
         """Yield the flags that have no effect with the current settings."""
         yield from super().unused()
-        if self.optim != "muon":
-            yield Unused(["muon"], "without --optim muon")
+        for name, traits in OPTIMIZERS.items():
+            if traits.section and self.optim != name:
+                yield Unused([traits.section], f"without --optim {name}")
         if self.lr_scheduler == "constant":
             yield Unused(["lr_warmup_ratio"], "with --lr_scheduler constant")
         if self.lr_scheduler not in FLOORED_SCHEDULERS:

@@ -5,6 +5,7 @@ from pathlib import Path
 from typing import Any
 
 from openrlhf.config import machine
+from openrlhf.config.choices import OPTIMIZERS
 from openrlhf.config.flags import value_at
 from openrlhf.config.optimizer import OptimizerConfig
 from openrlhf.config.rules import is_file
@@ -97,12 +98,13 @@ def optimizer_violations(
     optimizer: OptimizerConfig, ds: DeepSpeedConfig, section: str = ""
 ) -> Iterator[str]:
     """Yield violations of the rules for an optimizer, whose flags start with `section`."""
-    if optimizer.optim in ("muon", "adam_8bit") and ds.use_universal_ckpt:
+    traits = OPTIMIZERS[optimizer.optim]
+    if ds.use_universal_ckpt and not traits.has_universal_state:
         yield (
             f"<{section}optim>: --ds.use_universal_ckpt converts only the state of adam. Resume "
             "with the same number of processes and omit the flag."
         )
-    if optimizer.optim == "adam_8bit":
+    if traits.needs_bitsandbytes:
         yield from bitsandbytes_violations(f"{section}optim", otherwise="use adam")
 
 

@@ -2,16 +2,13 @@
 
 from __future__ import annotations
 
+from openrlhf.config.choices import OPTIMIZERS, OptimizerTraits
 from openrlhf.planning.roles import ModelRole
 from openrlhf.planning.shapes import EMBEDDINGS, HEADS, Weight
 
 ROW_SPLIT = ("o_proj", "down_proj")  # layers that tensor parallelism splits along their inputs
-ADAM_BYTES = 8  # size of Adam's two moments, which every optimizer stores for some weights
-# Size in bytes of a weight's moments, for weights that an optimizer treats specially.
-# With adam_8bit, each of the two moments takes one byte per weight, plus a float32 scale per block
-# of 256 weights.
-SPECIAL_BYTES = {"muon": 4, "adam_8bit": 2 * (1 + 4 / 256)}
-MIN_8BIT_SIZE = 4096  # `training.optimizers.MIN_8BIT_SIZE`
+# Size of Adam's two moments in bytes, which every optimizer stores for some weights.
+ADAM_BYTES = OPTIMIZERS["adam"].moment_bytes
 
 
 def local_size(role: ModelRole, weight: Weight) -> int:
@@ -65,41 +62,42 @@ def largest_trained(role: ModelRole) -> int:
 
 def moment_width(role: ModelRole) -> float:
     """Return the mean size of the optimizer's moments per trained weight, in bytes."""
-    if role.optimizer not in SPECIAL_BYTES:
-        return ADAM_BYTES
+    traits = OPTIMIZERS[role.optimizer]
+    if not traits.mark:
+        return traits.moment_bytes
     special = 0
     for weight in role.shape.weights:
         if role.lora_rank:
-            special += _special_in_adapter(role, weight)
-        elif _is_special(role, weight):
+            special += _special_in_adapter(role, weight, traits)
+        elif _is_special(weight, traits):
             special += local_size(role, weight)
     share = special / trained_weights(role)
-    return share * SPECIAL_BYTES[role.optimizer] + (1 - share) * ADAM_BYTES
+    return share * traits.moment_bytes + (1 - share) * ADAM_BYTES
 
 
-def _is_special(role: ModelRole, weight: Weight) -> bool:
-    """Return whether muon or adam_8bit treats a weight specially.
+def _is_special(weight: Weight, traits: OptimizerTraits) -> bool:
+    """Return whether an optimizer treats a weight specially.
 
     `training.optimizers.parameter_groups` does the same for the parameters of a model.
     """
     if len(weight.shape) == 1 or "embed" in weight.name or EMBEDDINGS.fullmatch(weight.name):
         return False
-    if role.optimizer == "adam_8bit":
-        return weight.numel >= MIN_8BIT_SIZE
-    return not HEADS.fullmatch(weight.name) and "conv" not in weight.name
+    if traits.only_hidden_matrices:
+        return not HEADS.fullmatch(weight.name) and "conv" not in weight.name
+    return weight.numel >= traits.min_special_size
 
 
-def _special_in_adapter(role: ModelRole, weight: Weight) -> int:
-    """Return how many elements of a weight's adapter muon or adam_8bit treats specially.
+def _special_in_adapter(role: ModelRole, weight: Weight, traits: OptimizerTraits) -> int:
+    """Return how many elements of a weight's adapter an optimizer treats specially.
 
     The decision depends on the sizes before tensor parallelism.
     """
     whole = adapter_sizes(role, weight, 1)
     local = adapter_sizes(role, weight, role.tp)
-    if role.optimizer == "muon":
-        return sum(local[:2])  # the matrices
+    if traits.only_hidden_matrices:
+        return sum(local[:2])  # without the vector
     special = 0
     for size, part in zip(whole, local, strict=True):
-        if size >= MIN_8BIT_SIZE:
+        if size >= traits.min_special_size:
             special += part
     return special

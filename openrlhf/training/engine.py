@@ -19,6 +19,7 @@ import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
+from openrlhf.config.choices import OPTIMIZERS
 from openrlhf.config.optimizer import OptimizerConfig
 from openrlhf.observability.metrics import Metric, merge_all
 from openrlhf.training import devices, ds_config
@@ -104,7 +105,7 @@ class TrainEngine:
         self.nonfinite_in_a_row = 0  # number of skipped steps since the last applied step
         self._movable_state = wrapped if isinstance(wrapped, MovableState) else None
         # minimum size of the moments in a checkpoint, in bytes per weight
-        self._moment_bytes = {"adam": 8, "adam_8bit": 2}.get(optimizer.optim, 4)
+        self._moment_bytes = int(OPTIMIZERS[optimizer.optim].moment_bytes)
         # Stage 0 in float32 computes no gradient norm and does not check for non-finite gradients.
         self._has_zero_optimizer = ds.trained_stage(ranks) > 0
         engine.enable_backward_allreduce = self._has_zero_optimizer

@@ -10,6 +10,7 @@ from torch.optim import Optimizer
 from transformers import get_scheduler
 
 from openrlhf.algorithms.registry import Registry
+from openrlhf.config import choices
 from openrlhf.config.optimizer import OptimizerConfig
 from openrlhf.reporting import warn
 from openrlhf.training.compiling import compiling
@@ -20,7 +21,6 @@ from openrlhf.training.whole import full_shape
 NO_DECAY_SUFFIXES = ("bias", "layer_norm.weight", "layernorm.weight", "norm.weight", "ln_f.weight")
 CONVOLUTIONS = (nn.Conv1d, nn.Conv2d, nn.Conv3d)
 DECAY_FRACTION = 0.1  # fraction of the steps in the decay phase of warmup_stable_decay
-MIN_8BIT_SIZE = 4096  # with adam_8bit, smaller weights have 32-bit moments, as in bitsandbytes
 
 
 @runtime_checkable
@@ -32,7 +32,7 @@ class MovableState(Protocol):
 
 
 OPTIMIZERS: Registry[Callable[[list[dict[str, Any]], OptimizerConfig], Optimizer]] = Registry(
-    "optimizer"
+    "optimizer", choices.OPTIMIZERS, choices.OptimizerTraits
 )
 
 
@@ -99,28 +99,28 @@ def make_optimizer(
     With `offload`, the optimizer state is in CPU memory and Adam runs on the CPU. Raises ValueError
     for an unregistered name.
     """
-    groups = parameter_groups(module, settings.adam.weight_decay, settings.optim)
-    if offload and settings.optim == "adam":
-        return adamw_in_cpu_memory(groups, settings)
-    return OPTIMIZERS[settings.optim](groups, settings)
+    make = OPTIMIZERS[settings.optim]
+    traits = choices.OPTIMIZERS[settings.optim]
+    if offload and traits.has_cpu_version:
+        make = adamw_in_cpu_memory
+    return make(parameter_groups(module, settings.adam.weight_decay, traits), settings)
 
 
 def parameter_groups(
-    module: nn.Module, weight_decay: float, optim: str = "adam"
+    module: nn.Module, weight_decay: float, traits: choices.OptimizerTraits
 ) -> list[dict[str, Any]]:
     """Divide the trained parameters into groups with and without weight decay.
 
-    If the optimizer treats some weights differently, those weights form the first group, and every
+    If the optimizer treats some weights specially, those weights form the first group, and every
     group has an entry that marks such weights: with `muon`, `is_muon` marks the matrices of hidden
     layers; with `adam_8bit`, `is_8bit` marks the weights with 8-bit moments. Empty groups are
     omitted, because schedulers fail on empty groups.
     """
-    entry = ""
     special: set[nn.Parameter] = set()
-    if optim == "muon":
-        entry, special = "is_muon", _hidden_matrices(module)
-    elif optim == "adam_8bit":
-        entry, special = "is_8bit", _large_weights(module)
+    if traits.only_hidden_matrices:
+        special = _hidden_matrices(module)
+    elif traits.mark:
+        special = _large_weights(module, traits.min_special_size)
     first: list[nn.Parameter] = []
     decayed: list[nn.Parameter] = []
     undecayed: list[nn.Parameter] = []
@@ -138,9 +138,9 @@ def parameter_groups(
         {"params": decayed, "weight_decay": weight_decay},
         {"params": undecayed, "weight_decay": 0.0},
     ]
-    if entry:
+    if traits.mark:
         for group in groups:
-            group[entry] = group["params"] is first
+            group[traits.mark] = group["params"] is first
     return [group for group in groups if group["params"]]
 
 
@@ -150,13 +150,13 @@ def _hidden_matrices(module: nn.Module) -> set[nn.Parameter]:
     return matrices - _parameters_outside_hidden_layers(module)
 
 
-def _large_weights(module: nn.Module) -> set[nn.Parameter]:
-    """Return the weights with at least `MIN_8BIT_SIZE` elements, except for embeddings.
+def _large_weights(module: nn.Module, min_size: int) -> set[nn.Parameter]:
+    """Return the weights with at least `min_size` elements, except for embeddings.
 
     An embedding's row gets no gradient while its token does not occur. In 8 bits, the row's second
     moments would become 0 before its first moments, and its next steps would be huge.
     """
-    large = {p for p in module.parameters() if math.prod(full_shape(p)) >= MIN_8BIT_SIZE}
+    large = {p for p in module.parameters() if math.prod(full_shape(p)) >= min_size}
     for name, layer in module.named_modules():
         if _is_embedding(name, layer):
             large.difference_update(layer.parameters())

@@ -13,13 +13,13 @@ from transformers import AutoModelForCausalLM
 
 from openrlhf.algorithms import tensors
 from openrlhf.config.optimizer import OptimizerConfig
-from openrlhf.planning import activations, memory, rl_roles, trained
+from openrlhf.planning import activations, memory, rl_roles
 from openrlhf.planning.constants import CPU
 from openrlhf.planning.memory import RoleMemory
 from openrlhf.planning.roles import ModelRole
 from openrlhf.planning.shapes import shape_from_config
 from openrlhf.rollout import engine_settings
-from openrlhf.training import masters, optimizers
+from openrlhf.training import masters
 from openrlhf.training.muon import Muon
 from openrlhf.training.optimizers import make_optimizer
 from openrlhf.workers import base
@@ -30,7 +30,6 @@ def test_planner_copies_of_constants_equal_the_originals() -> None:
     assert activations.CHUNK_LOGITS == tensors.CHUNK_LOGITS
     assert memory.BUCKET_BYTES == base.BUCKET_BYTES
     assert memory.SAMPLED_WEIGHTS == masters.MAX_SAMPLED_WEIGHTS
-    assert trained.MIN_8BIT_SIZE == optimizers.MIN_8BIT_SIZE
     assert rl_roles.CPU_CACHE_BYTES == engine_settings.CPU_KV_CACHE_BYTES
 
 
