@@ -15,8 +15,8 @@ because they all call `WeightManifest.buckets`.
 and the engines:
 
 Step 1: `weight_address` on the policy, then `join` on the engines and `join_weight_group` on the
-policy. These calls form a weight group. The calls are skipped if the last publication's group has
-the same engines.
+policy. These calls form a weight group. A publication skips the calls if the last publication's
+group has the same engines. A refit never skips them, because the engine's process is new.
 
 Step 2: `weight_manifest` on the policy. Rank 0's result is used.
 

@@ -129,6 +129,7 @@ class WeightPublisher:
     def refit(self, engine: EngineProcess) -> None:
         """Send the current weights to a newly started engine, and mark the engine as up."""
         with self.sending:
+            self.group = None  # the engine's process is new, and has joined no group yet
             self._publish([engine])
             engine.up = True
 

@@ -205,6 +205,23 @@ def test_refit_sends_the_current_version_to_one_engine_in_a_new_group() -> None:
     assert run.group().name == "weights-2"
 
 
+@pytest.mark.parametrize("engines", [1, 2])
+def test_restarted_engine_joins_a_new_group_even_if_it_was_alone_in_the_last_group(
+    engines: int,
+) -> None:
+    """A restarted engine has a new process, but is still the same member of the fleet."""
+    run = new_run(engines=engines)
+    run.publisher.publish(7)
+    restarted = run.fleet.members[-1]
+    for _ in range(2):  # two deaths without a publication in between
+        restarted.up = False
+        run.processes.calls.clear()
+        run.publisher.refit(restarted)
+        joined = [call for call in run.processes.calls if call.endswith(" join")]
+        assert joined == [f"engine{restarted.index} join"]
+    assert run.group().name == "weights-3"
+
+
 @pytest.mark.parametrize("call", ["join", "receive", "resume"])
 def test_publication_is_repeated_for_the_remaining_engines_after_one_is_lost(
     call: str, abandoned: list[str]
