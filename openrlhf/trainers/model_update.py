@@ -59,11 +59,11 @@ class ModelUpdate:
                 experience=read.select(plan.rows),
                 steps=plan.steps,
                 kl_coef=kl_coef,
-                version=step + 1,
                 pretraining=text,
             )
             updates.append(update)
         with self.weights.sending:  # wait until no engine is receiving weights
+            self.weights.version = step + 1  # a refit from now on sends the updated weights
             return self.policy.launch(PolicyWorker.update, updates)
 
     def _plan(

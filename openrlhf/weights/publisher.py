@@ -27,7 +27,7 @@ class PolicyCalls(Protocol):
         """Leave the current weight group, and join the new group if this rank is a sender."""
         ...
 
-    def weight_manifest(self, version: int | None = None) -> WeightManifest:
+    def weight_manifest(self, version: int) -> WeightManifest:
         """Return the list of tensors to be sent by the policy for this version."""
         ...
 
@@ -106,6 +106,7 @@ class WeightPublisher:
     # errors from `wait_for` that may mean that a process was lost
     failures: tuple[type[Exception], ...]
     check: Callable[[], None] | None = None  # called only once, after the first publication
+    version: int = field(default=0, init=False)  # of the weights after the launched calls
     groups_made: int = field(default=0, init=False)
     group: WeightGroup | None = field(default=None, init=False)  # None without a working group
     connected: Sequence[EngineProcess] = field(default=(), init=False)  # current group's engines
@@ -115,13 +116,14 @@ class WeightPublisher:
     def publish(self, version: int) -> None:
         """Send the policy's weights to all engines as `version`.
 
-        Engines that are lost during the publication receive the weights after their restart. Raises
-        a PublicationError that names the differences, or the error of a lost process.
+        Engines that are restarting, even if that is all engines, receive the weights in their
+        refit. Raises a PublicationError that names the differences, or the error of a lost process.
         """
         with self.sending:
+            self.version = version
             if self.engines is None:
                 return
-            self._publish_to_all(self.engines, version)
+            self._publish_to_all(self.engines)
             if self.check and self.engines.up:
                 self.check()
                 self.check = None
@@ -133,10 +135,10 @@ class WeightPublisher:
             self._publish([engine])
             engine.up = True
 
-    def _publish_to_all(self, engines: Engines, version: int) -> None:
+    def _publish_to_all(self, engines: Engines) -> None:
         while receivers := engines.up:
             try:
-                return self._publish(receivers, version)
+                return self._publish(receivers)
             except (PublicationError, *self.failures):
                 engines.find_lost()
                 if engines.up == receivers:
@@ -146,8 +148,8 @@ class WeightPublisher:
                     raise
         engines.check()
 
-    def _publish(self, receivers: Sequence[EngineProcess], version: int | None = None) -> None:
-        """Send the weights as `version`, or as their current version if `version` is None.
+    def _publish(self, receivers: Sequence[EngineProcess]) -> None:
+        """Send the weights to these engines.
 
         After a failed publication, no group remains, and no member keeps waiting for a lost member.
         """
@@ -155,15 +157,15 @@ class WeightPublisher:
             if self.group is None or self.connected != receivers:
                 self.group = self._new_group(receivers)
                 self._connect(self.group, receivers)
-            self._send(receivers, version)
+            self._send(receivers)
         except BaseException:
             if self.group:
                 abandon(self.group)
             self.group = None
             raise
 
-    def _send(self, receivers: Sequence[EngineProcess], version: int | None) -> None:
-        listing = self.policy.broadcast(PolicyCalls.weight_manifest, version)
+    def _send(self, receivers: Sequence[EngineProcess]) -> None:
+        listing = self.policy.broadcast(PolicyCalls.weight_manifest, self.version)
         [manifest] = self._wait_for(listing[:1], "list its weights")
         receiving = [engine.call(EngineCalls.receive, manifest) for engine in receivers]
         sending = self.policy.broadcast(PolicyCalls.send_weights, manifest)

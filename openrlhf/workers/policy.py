@@ -72,7 +72,6 @@ class PolicyUpdate(Update):
     """An update of the policy."""
 
     kl_coef: float  # current coefficient β of the KL term in the loss
-    version: int  # weight version after the update
     pretraining: Sequence[TokenRows] = ()  # PPO-ptx: this rank's text rows for each optimizer step
 
 
@@ -102,13 +101,6 @@ class PolicyWorker(TrainedWorker[PolicyUpdate]):
         if config.train.enable_ema:
             self.engine.average = WeightAverage(self.engine.module, strategy, config.train.ema_beta)
         self.sender = WeightSender()
-        self.version = 0
-
-    def update(self, job: PolicyUpdate) -> Metrics:
-        """Take the optimizer steps of an update, and set the weight version."""
-        metrics = super().update(job)
-        self.version = job.version
-        return metrics
 
     def logprobs(self, rows: TokenRows) -> Tensor:
         """Return log π_θ of every target token in this rank's rows, (N,), with the current weights.
@@ -274,16 +266,13 @@ class PolicyWorker(TrainedWorker[PolicyUpdate]):
         total, tokens = self.strategy.all_reduce([update_kl.sum, update_kl.count])
         return total > limit * tokens
 
-    def weight_manifest(self, version: int | None = None) -> WeightManifest:
+    def weight_manifest(self, version: int) -> WeightManifest:
         """Return the manifest of the served adapter or, without an adapter, of the weights.
 
-        Tensors are named as in the model's files, and tied weights appear once. The weight version
-        is set to `version`, unless `version` is None.
+        Tensors are named as in the model's files, and tied weights appear once.
         """
-        if version is not None:
-            self.version = version
         return self._encoder().manifest(
-            version=self.version,
+            version=version,
             dtype=DTYPES[self.config.vllm.dtype],
             bucket_bytes=self.bucket_bytes,
         )

@@ -124,9 +124,7 @@ def course(task: Path, model: Path, setting: Setting, seed: int) -> Course:
         )
         weights = flat_weights(policy.engine.hf)
         update = policy.update(
-            PolicyUpdate(
-                experience=experience.select(plan.rows), steps=plan.steps, kl_coef=0.0, version=1
-            )
+            PolicyUpdate(experience=experience.select(plan.rows), steps=plan.steps, kl_coef=0.0)
         )
         metrics = values(credit) | values(update)
         seen.solved.append(metrics["train/reward"])

@@ -85,6 +85,7 @@ class Fleet:
     members: list[Engine]
     lost_next: list[Engine] = field(default_factory=list)
     workers_per_engine: int = 2
+    restarts: bool = True  # False: a lost engine ends the run
 
     @property
     def up(self) -> list[Engine]:
@@ -96,7 +97,8 @@ class Fleet:
             member.processes.failures.clear()
 
     def check(self) -> None:
-        raise ProcessLost("no engine is left")
+        if not self.restarts and not self.up:
+            raise ProcessLost("no engine is left")
 
 
 @dataclass
@@ -200,7 +202,7 @@ def test_refit_sends_the_current_version_to_one_engine_in_a_new_group() -> None:
     run.processes.calls.clear()
     run.publisher.refit(restarted)
     assert restarted.up
-    assert run.processes.arguments["rank0 weight_manifest"] == ((None,), {})
+    assert run.processes.arguments["rank0 weight_manifest"] == ((7,), {})
     assert not [call for call in run.processes.calls if call.startswith("engine0")]
     assert run.group().name == "weights-2"
 
@@ -251,6 +253,7 @@ def test_publication_raises_the_fleets_error_if_the_last_engine_is_lost() -> Non
     run = new_run(engines=1)
     run.processes.failures["engine0 receive"] = ProcessLost("engine 0")
     run.fleet.lost_next = run.fleet.members
+    run.fleet.restarts = False
     with pytest.raises(ProcessLost, match="no engine is left"):
         run.publisher.publish(7)
 
@@ -287,6 +290,17 @@ def test_check_runs_only_after_the_first_publication() -> None:
     calls_of_first = len(run.processes.calls)
     run.publisher.publish(8)
     assert checked == [calls_of_first]
+
+
+def test_refit_announces_the_version_published_while_all_engines_were_down() -> None:
+    """A resumed run publishes its step before its first update."""
+    run = new_run(engines=1)
+    [engine] = run.fleet.members
+    engine.up = False
+    run.publisher.publish(5)
+    assert run.processes.calls == []
+    run.publisher.refit(engine)
+    assert run.processes.arguments["rank0 weight_manifest"] == ((5,), {})
 
 
 def test_publishing_without_engines_makes_no_calls() -> None:

@@ -63,9 +63,9 @@ def run(stage: int, dtype: str, lora: LoraConfig, model: str, out: str) -> list[
     for number, step in enumerate(plan.steps):
         if number == 2:
             # This step is skipped because its gradient is not finite.
-            policy.update(PolicyUpdate(experience=poisoned, steps=[step], kl_coef=0.0, version=1))
+            policy.update(PolicyUpdate(experience=poisoned, steps=[step], kl_coef=0.0))
             policy.save_checkpoint(f"{out}/checkpoint", "global_step2")
-        policy.update(PolicyUpdate(experience=rows, steps=[step], kl_coef=0.0, version=1))
+        policy.update(PolicyUpdate(experience=rows, steps=[step], kl_coef=0.0))
         path.append(weights(policy))
     policy.export(get_tokenizer(model), f"{out}/whole")
     after = weights(policy)
@@ -74,7 +74,7 @@ def run(stage: int, dtype: str, lora: LoraConfig, model: str, out: str) -> list[
 
     resumed = Policy(strategy, settings)
     resumed.load_checkpoint(f"{out}/checkpoint", "global_step2")
-    resumed.update(PolicyUpdate(experience=rows, steps=[plan.steps[2]], kl_coef=0.0, version=1))
+    resumed.update(PolicyUpdate(experience=rows, steps=[plan.steps[2]], kl_coef=0.0))
     resumed.export(get_tokenizer(model), f"{out}/resumed")
     return path
 

@@ -47,7 +47,6 @@ def step(policy: PolicyWorker, experience: Experience) -> dict[str, float]:
         experience=experience.select(rows),
         steps=[list(range(len(rows)))],
         kl_coef=KL_COEF,
-        version=1,
     )
     return values(policy.update(job))
 

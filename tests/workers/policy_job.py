@@ -166,7 +166,6 @@ def update(policy: PolicyWorker, experience: Experience) -> Metrics:
         experience=experience.select(plan.rows),
         steps=plan.steps,
         kl_coef=KL_COEF,
-        version=1,
         pretraining=texts * len(plan.steps),
     )
     return merge_all(strategy.gather(policy.update(job)))
