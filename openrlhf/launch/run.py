@@ -211,6 +211,7 @@ class Run:
             self.fleet,
             transport=settings.transport(config, self.kind),
             timeout_s=timeout_s,
+            update_timeout_s=config.train.step_timeout,
             wait_for=wait_for,
             failures=(WorkerError, EngineError),
         )

@@ -28,11 +28,11 @@ Step 4: `resume` on the engines, after all engines have verified the version.
 
 **What may overlap.** A publication, a refit of a restarted engine and the launch of an update
 exclude each other (`WeightPublisher.sending`). If an update was launched before a refit, the refit
-waits for it: a policy process runs one call at a time. Samples may be in progress; running samples
-are paused in step 3 and continue with the new weights after step 4. During a refit, the other
-engines keep serving. During step 3, the trainer gathers and packs a bucket while the engines load
-the previous bucket. The memory of a tensor may be reused, because each tensor is packed before the
-next tensor is requested.
+waits for it, for as long as the update may take: a policy process runs one call at a time. Samples
+may be in progress; running samples are paused in step 3 and continue with the new weights after
+step 4. During a refit, the other engines keep serving. During step 3, the trainer gathers and packs
+a bucket while the engines load the previous bucket. The memory of a tensor may be reused, because
+each tensor is packed before the next tensor is requested.
 
 **What is guaranteed.** An engine that serves a version holds exactly the tensors of its manifest:
 in each of its workers, the hash of every bucket equals the hash that was sent, every tensor was

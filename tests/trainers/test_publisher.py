@@ -101,6 +101,7 @@ def stack(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Stack]:
         fleet,
         transport="gloo",
         timeout_s=300,
+        update_timeout_s=300,
         wait_for=wait_for,
         failures=(WorkerError, EngineError),
     )

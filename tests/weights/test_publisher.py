@@ -42,6 +42,7 @@ class Processes:
     failures: dict[str, Exception] = field(
         default_factory=dict
     )  # names of the calls, in order of arrival
+    busy_s: float = 0.0  # time until the policy finishes a running update
 
     def call(self, name: str, *args: Any, **kwargs: Any) -> str:
         self.calls.append(name)
@@ -52,6 +53,10 @@ class Processes:
         self, calls: Sequence[str], *, timeout_s: float, doing: str, flag: str = ""
     ) -> list[Any]:
         self.calls.append(f"wait: {doing}")
+        if any(call.startswith("rank") for call in calls):
+            if timeout_s < self.busy_s:
+                raise ProcessLost(f"did not {doing} within {timeout_s:g} s ({flag})")
+            self.busy_s = 0.0
         for name, failure in self.failures.items():
             if name in calls:
                 raise failure
@@ -120,6 +125,7 @@ def new_run(*, engines: int = 2, transport: Transport = "gloo") -> Run:
         fleet,
         transport=transport,
         timeout_s=60.0,
+        update_timeout_s=600.0,
         wait_for=processes.wait_for,
         failures=(ProcessLost,),
     )
@@ -236,6 +242,18 @@ def test_publication_is_repeated_for_the_remaining_engines_after_one_is_lost(
     assert run.publisher.connected == run.fleet.members[1:]
     assert run.group().name == "weights-2"
     assert ("engine0 resume" in run.processes.calls) == (call == "resume")
+
+
+def test_refit_waits_for_a_running_update_longer_than_for_a_publication() -> None:
+    run = new_run()
+    restarted = run.fleet.members[1]
+    restarted.up = False
+    run.processes.busy_s = 300.0
+    run.publisher.refit(restarted)
+    assert restarted.up
+    run.processes.busy_s = 1000.0
+    with pytest.raises(ProcessLost, match=r"update .*within 600 s \(--train\.step_timeout\)"):
+        run.publisher.refit(restarted)
 
 
 def test_failed_refit_abandons_its_group(abandoned: list[str]) -> None:
