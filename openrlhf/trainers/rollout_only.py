@@ -36,10 +36,9 @@ class RolloutOnly:
                 continue
             metrics = step_metrics(self.source, batch)
             seconds = time.perf_counter() - began
-            tokens = sum(len(trajectory.tokens) for trajectory in batch.kept)
             metrics["timing/generation"] = Last(seconds)
             metrics["timing/step_total"] = Last(seconds)
-            metrics["timing/tokens_per_second"] = Last(tokens / seconds)
+            metrics["timing/tokens_per_second"] = Last(batch.experience.num_tokens / seconds)
             self.step += 1
             self.recorder.step(self.step, values(metrics))
             began = time.perf_counter()
