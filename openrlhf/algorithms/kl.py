@@ -103,15 +103,18 @@ class KLController:
 
     def __init__(self, coef: float, *, target: float | None = None, horizon: int = 1) -> None:
         self.coef, self.target, self.horizon = coef, target, horizon
+        self.last: float | None = None  # KL of the last update; None before the first update
 
     def update(self, kl: float, n: int) -> None:
         """Adapt β to the mean KL of `n` samples (nats per action token) if the mean is finite."""
+        self.last = kl
         if self.target is None or not math.isfinite(kl):
             return
         error = min(max(kl / self.target - 1, -0.2), 0.2)
         self.coef *= 1 + error * min(n / self.horizon, 1.0)
 
-    def resume(self, coef: float) -> None:
-        """Restore β from a checkpoint if β adapts to a target."""
+    def resume(self, coef: float, last: float | None) -> None:
+        """Restore the last KL from a checkpoint and, if β adapts to a target, β."""
+        self.last = last
         if self.target is not None:
             self.coef = coef

@@ -70,6 +70,7 @@ class RunState:
     epoch: int = 0  # completed passes over the data: epochs, or episodes in RL
     consumed: int = 0  # rows drawn so far, or prompts in RL
     kl_coef: float | None = None
+    kl: float | None = None  # KL to the reference in the last step; None in older checkpoints
     best_metric_key: str | None = None
     # The run's best value so far, stored in every checkpoint, not just the best one.
     best_metric_value: float | None = None

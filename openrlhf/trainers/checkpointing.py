@@ -65,6 +65,7 @@ class Checkpointing:
             epoch=self.source.epoch,
             consumed=self.source.consumed,
             kl_coef=self.kl.coef,
+            kl=self.kl.last,
             **self.best.state(),
         )
         self.manager.commit(staged, state=state, metric_value=self.best.value_of(step))
@@ -86,7 +87,7 @@ class Checkpointing:
         drawn = Path(checkpoint.engine_dir(SOURCE)) / checkpoint.tag
         self.source.resume(step=state.step, consumed=state.consumed, folder=drawn)
         if state.kl_coef is not None:
-            self.kl.resume(state.kl_coef)
+            self.kl.resume(state.kl_coef, state.kl)
         self.best.restore(state)
         return state.step
 

@@ -53,13 +53,12 @@ class PPOTrainer:
     hosts: Sequence[HostHandles]  # processes that run the models
     config: RLFlags
     step: int = field(default=0, init=False)  # number of finished steps
-    stopped: bool = field(default=False, init=False)  # True if --algo.kl.stop_run ended the run
 
     def __post_init__(self) -> None:
         self.outcome = Outcome(dynamic_filter=self.source.dynamic_filter)
 
     def fit(self) -> None:
-        """Train until the prompts or --eval.patience run out, then export the models."""
+        """Train until the prompts run out or a limit ends the run, then export the models."""
         self.begin()
         with self.saving_last_step():
             for trajectories in self.rollouts():  # τ ~ π_rollout
@@ -76,8 +75,6 @@ class PPOTrainer:
                     self.evaluate()
                 if self.checkpointing.is_due(self.step, stopped=self.stopped):
                     self.save()
-                if self.stopped:
-                    break
             self.finish()
 
     def begin(self) -> None:
@@ -88,9 +85,13 @@ class PPOTrainer:
             self.evaluate()
 
     def rollouts(self) -> Iterator[list[Trajectory]]:
-        """Yield each step's episodes until the prompts run out or --eval.patience ends the run."""
+        """Yield each step's episodes until the prompts run out or a limit ends the run.
+
+        The limits, --eval.patience and --algo.kl.stop_run, also apply to the state of a resumed
+        run.
+        """
         steps = iter(self.source)
-        while not self.evaluation.best.exhausted:
+        while not (self.stopped or self.evaluation.best.exhausted):
             with self.clock.part("generation"):
                 trajectories = next(steps, None)
             if trajectories is None:
@@ -143,24 +144,13 @@ class PPOTrainer:
                     self.weights.publish(self.step + 1)
 
     def end_step(self, metrics: dict[str, Metric]) -> None:
-        """Count and log the step, adapt the KL coefficient, and stop if the KL is too large."""
+        """Count and log the step, and adapt the KL coefficient."""
         self.step += 1
         if "train/kl" in metrics:
             metrics["train/kl_coef"] = Last(self.maker.kl.coef)
             samples = int(metrics["rollout/num_samples"].value)
             self.maker.kl.update(metrics["train/kl"].value, samples)
         self.recorder.step(self.step, values(metrics | self.take_timing(metrics)))
-        kl = metrics.get("train/kl", Last(0.0)).value
-        limit = self.config.algo.kl.stop_run
-        if limit is not None and kl > limit:
-            self.stopped = True
-            note = (
-                f"The run ends after step {self.step}: the KL to the reference is {kl:.4g} nats "
-                f"per token, above --algo.kl.stop_run {limit:g}."
-            )
-            if not self.evaluation.best.patience:
-                note += " The export contains the weights of this step."
-            self.recorder.display.note(note)
 
     def take_timing(self, metrics: dict[str, Metric]) -> dict[str, Metric]:
         """Return the duration of each part of the step, and the utilization of the models."""
@@ -175,6 +165,13 @@ class PPOTrainer:
         if isinstance(tokens, Mean):
             timing["timing/tokens_per_second"] = Last(tokens.sum / total)
         return timing
+
+    @property
+    def stopped(self) -> bool:
+        """True if --algo.kl.stop_run ends the run, because the KL of the last step is too large."""
+        kl = self.maker.kl.last
+        limit = self.config.algo.kl.stop_run
+        return kl is not None and limit is not None and kl > limit
 
     @property
     def is_last_step(self) -> bool:
@@ -202,6 +199,8 @@ class PPOTrainer:
         # The filter may have used up the prompts before the last planned step and its evaluation.
         if self.evaluation.is_missing(self.step):
             self.evaluate()
+        if self.stopped:
+            self.note_stop()
         if self.source.exhausted and self.step < self.source.total_steps:
             rejected = self.outcome.rejections
             self.recorder.display.note(
@@ -211,6 +210,17 @@ class PPOTrainer:
             self.outcome.check()
         self.checkpointing.return_to_best(self.step)
         self.exporting.write_result()
+
+    def note_stop(self) -> None:
+        """Report why --algo.kl.stop_run ended the run."""
+        kl = self.config.algo.kl
+        note = (
+            f"The run ends after step {self.step}: the KL to the reference is "
+            f"{self.maker.kl.last:.4g} nats per token, above --algo.kl.stop_run {kl.stop_run:g}."
+        )
+        if not self.evaluation.best.patience:
+            note += " The export contains the weights of this step."
+        self.recorder.display.note(note)
 
     def resume(self, checkpoint: Checkpoint) -> None:
         """Continue from a checkpoint."""

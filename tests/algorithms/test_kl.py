@@ -193,7 +193,7 @@ def test_unknown_kl_estimator_raises_an_error_with_the_known_names() -> None:
 def test_fixed_kl_coefficient_ignores_the_kl_and_the_checkpoint() -> None:
     controller = KLController(0.01)
     controller.update(100.0, 1000)
-    controller.resume(0.5)
+    controller.resume(0.5, 100.0)
     assert controller.coef == 0.01
 
 
@@ -233,8 +233,9 @@ def test_adaptive_kl_coefficient_is_restored_from_a_checkpoint() -> None:
     first = KLController(0.1, target=6.0, horizon=10_000)
     first.update(20.0, 100)
     second = KLController(0.1, target=6.0, horizon=10_000)
-    second.resume(first.coef)
+    second.resume(first.coef, first.last)
     assert second.coef == first.coef != 0.1
+    assert second.last == 20.0
 
 
 def test_adaptive_kl_coefficient_stays_positive_for_batches_larger_than_the_horizon() -> None:

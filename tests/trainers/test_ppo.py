@@ -14,12 +14,13 @@ import pytest
 from openrlhf.algorithms.kl import KLController
 from openrlhf.checkpoints.manager import HOW_TO_SAVE, NOTHING_SAVED, RESUME_HINT, SAVE_FAILED
 from openrlhf.checkpoints.manifest import CheckpointError, RunState
+from openrlhf.config.algorithm import AlgoConfig, KLConfig
 from openrlhf.config.learning import CriticConfig, RLEvalConfig, RLFlags, RLTrainConfig
 from openrlhf.config.rollout import RewardConfig, RolloutConfig
 from openrlhf.config.shared import CheckpointConfig
 from openrlhf.core.batches import Experience
 from openrlhf.core.trajectory import Failure, StopReason, Trajectory
-from openrlhf.observability.metrics import Metric, values
+from openrlhf.observability.metrics import Mean, Metric, values
 from openrlhf.rewards.budget import ErrorBudget, RewardErrors
 from openrlhf.rollout.background import RolloutError
 from openrlhf.rollout.episode_metrics import rollout_metrics
@@ -160,7 +161,7 @@ class Notes:
     def __init__(self) -> None:
         self.display, self.events = self, []
 
-    def begin(self, total_steps: int, done: int) -> None: ...
+    def begin(self, total_steps: int, done: int = 0) -> None: ...
     def status(self, text: str) -> None: ...
     def samples(self, step: int, trajectories: list[Trajectory]) -> None: ...
 
@@ -238,6 +239,7 @@ def trainer(
     freezing_steps: int = 0,
     manager: Any = None,
     ends: tuple[BaseException, int] | None = None,
+    stop_run: float | None = None,
 ) -> Any:
     """Return a training loop that has these steps but no models. `notes` records saves and exports.
 
@@ -253,6 +255,7 @@ def trainer(
         eval=RLEvalConfig(steps=eval_steps),
         ckpt=CheckpointConfig(best_metric_key="none", save_steps=save_steps),
         critic=CriticConfig(freezing_steps=freezing_steps),
+        algo=AlgoConfig(kl=KLConfig(stop_run=stop_run)),
     )  # fmt: skip
     made: Any = assemble(
         source,
@@ -346,6 +349,26 @@ def test_resumed_run_catches_up_on_the_missing_last_evaluation() -> None:
         resume(made, RunState(step=2, evaluated_at=evaluated_at))
         made.fit()
         assert notes.events == [*made_up, "No prompts are left to train on after step 2.", "export"]
+
+
+def test_run_that_exceeds_its_kl_limit_ends_and_still_ends_after_it_is_resumed() -> None:
+    """A run may be killed between its last checkpoint and its export."""
+    notes = Notes()
+    made = trainer([KEPT, KEPT, KEPT], notes, eval_steps=-1, stop_run=0.5)
+    measured = iter([0.25, 1.0])
+    made.models.improve = lambda experience, **_: {"train/kl": Mean(next(measured), 1)}
+    made.fit()
+    stop = "The run ends after step 2: the KL to the reference is 1 nats per token"
+    assert notes.events[:2] == ["step 1, 100%", "step 2, 100%"]
+    assert notes.events[2].startswith(stop) and notes.events[3] == "export"
+    for limit, is_ended in ((0.5, True), (2.0, False)):
+        notes = Notes()
+        again = trainer([KEPT], notes, eval_steps=-1, stop_run=limit)
+        resume(again, RunState(step=2, kl_coef=0.0, kl=made.maker.kl.last))
+        again.fit()
+        assert notes.events[0].startswith(stop) == is_ended
+        assert ("step 3, 100%" in notes.events) == (not is_ended)
+        assert notes.events[-1] == "export"
 
 
 def test_terminated_run_without_checkpoints_names_the_flag_that_enables_them() -> None:
