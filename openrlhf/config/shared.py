@@ -124,7 +124,7 @@ class ProcessConfig(SeedConfig):
     )
     step_timeout: float = option(
         3600.0,
-        "Time limit in seconds for one step (evaluation: for rollout.batch_size prompts).",
+        "Time limit in seconds for each wait, such as for the next finished prompt or an update.",
         gt=0,
     )
 

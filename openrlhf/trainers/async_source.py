@@ -10,7 +10,7 @@ from pathlib import Path
 
 from openrlhf.core.trajectory import Prompt, Trajectory
 from openrlhf.observability.metrics import Last, Max, Mean, Metric
-from openrlhf.rollout.background import CLOSE_TIMEOUT_S
+from openrlhf.rollout.background import CANCEL, CLOSE_TIMEOUT_S, NEXT_GROUP, SLOW_STEP
 from openrlhf.rollout.episode_files import EpisodeFolder
 from openrlhf.rollout.generator import Group, Request
 from openrlhf.trainers.capacity import Capacity, Held
@@ -113,7 +113,12 @@ class AsyncSource(Source):
         Only finished samples are written. If all samples of a prompt failed, the samples are
         dropped, because the user may fix the reward function before resuming.
         """
-        held, consumed = self.loop.run(self._snapshot(), self.train.step_timeout)
+        held, consumed = self.loop.run(
+            self._snapshot(),
+            self.train.step_timeout,
+            doing="list the samples for a checkpoint",
+            hint=SLOW_STEP,
+        )
         drawn: list[tuple[int, int]] = []
         episodes: Group = []
         for each in held:
@@ -130,7 +135,7 @@ class AsyncSource(Source):
         while not self.exhausted:
             groups = None
             while groups is None:  # each iteration waits until another sample finishes
-                groups = self.loop.run(self._progress(), self.train.step_timeout)
+                groups = self.loop.run(self._progress(), self.train.step_timeout, doing=NEXT_GROUP)
             yield list(chain.from_iterable(groups))
 
     async def _progress(self) -> list[Group] | None:
@@ -229,12 +234,22 @@ class AsyncSource(Source):
 
         Without --train.partial_rollout_enable, no tokens are generated inside the block. Yields
         False if the process is asked to terminate while samples are still being generated; in that
-        case, the caller must not publish.
+        case, the caller must not publish. If the block fails or the process must terminate, the run
+        is about to end, so no prompt is started again.
         """
-        is_quiet = self.loop.run(self._gate.close(), self.train.step_timeout)
+        is_quiet = self.loop.run(
+            self._gate.close(),
+            self.train.step_timeout,
+            doing="finish the samples in progress before a publication of weights",
+        )
         yield is_quiet
         if is_quiet:
-            self.loop.run(self._continue(version), self.train.step_timeout)
+            self.loop.run(
+                self._continue(version),
+                self.train.step_timeout,
+                doing="start the next prompts after the publication of weights",
+                hint=SLOW_STEP,
+            )
 
     async def _continue(self, version: int) -> None:
         # Steps that did not change the weights also increment the version.
@@ -248,7 +263,7 @@ class AsyncSource(Source):
 
     def close(self) -> None:
         """Cancel the samples in progress."""
-        self.loop.run(self._cancel(), CLOSE_TIMEOUT_S)
+        self.loop.run(self._cancel(), CLOSE_TIMEOUT_S, doing=CANCEL, hint="")
 
     async def _cancel(self) -> None:
         for task in self._tasks:

@@ -129,7 +129,7 @@ class Stand:
         return rollout(self.generator, prompts, spec(**changes), loop=self.loop)
 
     def check(self) -> None:
-        self.loop.run(self.agents.check(), 120)
+        self.loop.run(self.agents.check(), 120, doing="finish")
 
     def close(self) -> None:
         self.agents.close()

@@ -35,7 +35,7 @@ from openrlhf.data.batching import permutation
 from openrlhf.observability.metrics import values
 from openrlhf.rewards.budget import RewardErrors
 from openrlhf.rewards.protocol import RewardRequest, RewardResult
-from openrlhf.rollout.background import BackgroundLoop
+from openrlhf.rollout.background import BackgroundLoop, RolloutError
 from openrlhf.rollout.generator import (
     Generate,
     Generator,
@@ -196,7 +196,7 @@ def test_step_is_counted_as_soon_as_its_samples_are_taken(
     If a run ends before the training loop receives the samples, the samples cannot be saved.
     """
     made = source(loop, VersionedEcho(), queue=2, staleness=2)
-    while (taken := loop.run(made._progress(), 5.0)) is None:
+    while (taken := loop.run(made._progress(), 5.0, doing="finish")) is None:
         pass
     assert (made.step, len(taken)) == (1, BATCH)
 
@@ -283,7 +283,7 @@ def rewarded(loop: BackgroundLoop) -> Iterator[Callable[..., Rewarded]]:
             engines, cast(Any, tokenizer), cast(Any, reward), agents=played
         )
         made.append(source(loop, generator, queue=1, staleness=1, partial=False))
-        loop.run(start(made[0]), 5.0)
+        loop.run(start(made[0]), 5.0, doing="finish")
         return made[0], engines, reward
 
     yield make
@@ -310,24 +310,34 @@ def test_publication_waits_for_the_last_token_but_not_for_the_reward(
 ) -> None:
     made, engines, reward = rewarded()
     assert not is_published(made, within=0.1)
-    loop.run(set_event(engines.drawn), 5.0)
+    loop.run(set_event(engines.drawn), 5.0, doing="finish")
     wait_until(lambda: made.version == 1)
     assert reward.waiting == BATCH and not any(each.finished for each in made.held)
     # The versions are those of the weights that generated each sample.
     assert [each.version for each in made.held] == [0, 0]
-    loop.run(set_event(reward.scored), 5.0)
+    loop.run(set_event(reward.scored), 5.0, doing="finish")
     assert [t.prompt.index for t in next(iter(made))] == [0, 1]
     assert values(made.metrics())["rollout/lag_max"] == 1
+
+
+def test_publication_that_waits_too_long_names_the_samples_in_progress(
+    rewarded: Callable[..., Rewarded],
+) -> None:
+    made, _, _ = rewarded()
+    made.train = replace(made.train, step_timeout=0.2)
+    message = r"samples in progress.*publication.* 0\.2 s.*--train\.step_timeout"
+    with pytest.raises(RolloutError, match=message), made.publishing(1):
+        pass
 
 
 def test_publication_waits_for_an_agent_that_may_sample_again(
     loop: BackgroundLoop, rewarded: Callable[..., Rewarded]
 ) -> None:
     made, engines, reward = rewarded(agents=True)
-    loop.run(set_event(engines.drawn), 5.0)
+    loop.run(set_event(engines.drawn), 5.0, doing="finish")
     wait_until(lambda: reward.waiting == BATCH)
     assert not is_published(made, within=0.1)
-    loop.run(set_event(reward.scored), 5.0)
+    loop.run(set_event(reward.scored), 5.0, doing="finish")
     wait_until(lambda: made.version == 1)
 
 
