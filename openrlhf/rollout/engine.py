@@ -30,6 +30,8 @@ from openrlhf.weights.manifest import PublicationError, WeightManifest
 from openrlhf.weights.receipts import WorkerReceipt, verify_receipts
 from openrlhf.weights.transport import WeightGroup
 
+PARTS = ("weights", "kv_cache")  # parts of the device memory, in the order in which they wake
+
 
 class EngineError(RuntimeError):
     """Error for a failed call to an engine."""
@@ -144,7 +146,7 @@ class RolloutEngine:
 
         Waits while the engine is paused, and wakes the engine if it is asleep.
         """
-        await self._wake("weights", "kv_cache")
+        await self._wake(*PARTS)
         samples = [asyncio.create_task(self._sample(prompt_tokens, each)) for each in params]
         try:
             return await asyncio.gather(*samples)
@@ -292,10 +294,13 @@ class RolloutEngine:
 
         No sample may be running.
         """
-        if self._asleep:
+        if self._asleep.issuperset(PARTS):
             return
+        # A publication wakes only the weights. Some versions of vLLM sleep only if all parts are
+        # awake.
+        await self._wake(*PARTS)
         await self._llm.sleep(level=1)
-        self._asleep = {"weights", "kv_cache"}
+        self._asleep = set(PARTS)
         note(f"engine {self.index} asleep")
 
     async def _wake(self, *parts: str) -> None:

@@ -142,6 +142,13 @@ class Generator(Protocol):
         """
         ...
 
+    async def rest(self) -> None:
+        """Free device memory until the next stream or publication, as each stream does at its end.
+
+        Called in steps that need no stream.
+        """
+        ...
+
     def metrics(self) -> dict[str, Metric]:
         """Return the cost of the training samples since the last call."""
         ...
@@ -236,7 +243,11 @@ class RolloutGenerator:
             for task in under_way:
                 task.cancel()
             await asyncio.gather(*under_way, return_exceptions=True)
-            await self.engines.rest()
+            await self.rest()
+
+    async def rest(self) -> None:
+        """Free the engines' device memory."""
+        await self.engines.rest()
 
     async def _finish(self, prompt: Prompt, request: Request) -> Group:
         if self.agents:

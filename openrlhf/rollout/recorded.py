@@ -66,6 +66,10 @@ class DumpingGenerator:
                 self._episodes += in_prompt_order(sampled)
                 self.folder.write(kind, request.step, self._episodes, run=self.run)
 
+    async def rest(self) -> None:
+        """Free device memory."""
+        await self.generator.rest()
+
     def metrics(self) -> dict[str, Metric]:
         """Return the other generator's metrics."""
         return self.generator.metrics()
@@ -107,6 +111,9 @@ class ReplayGenerator:
             yield group
             if not groups:
                 return
+
+    async def rest(self) -> None:
+        """Do nothing, because no engine is running."""
 
     def metrics(self) -> dict[str, Metric]:
         """Return no metrics, because nothing was generated."""

@@ -16,7 +16,7 @@ from openrlhf.data.prompts import PromptDataset
 from openrlhf.observability.metrics import Metric
 from openrlhf.reporting import warn
 from openrlhf.rewards.budget import ErrorBudget
-from openrlhf.rollout.background import BackgroundLoop
+from openrlhf.rollout.background import SLOW_STEP, BackgroundLoop
 from openrlhf.rollout.generator import (
     Generator,
     Group,
@@ -177,6 +177,8 @@ class SyncSource(Source):
         while not self.exhausted:
             if len(_kept(waiting)) < self.batch_size:
                 waiting += self._generate(prompts)
+            else:
+                self._rest()
             if not waiting:
                 return
             # A step ends just before the first kept group that no longer fits.
@@ -190,6 +192,15 @@ class SyncSource(Source):
             if _kept(step):  # all groups may be rejected at the end of an epoch
                 self.step += 1
             yield list(chain.from_iterable(step))
+
+    def _rest(self) -> None:
+        """Free the device memory that the last publication has taken, because no stream will."""
+        self.loop.run(
+            self.generator.rest(),
+            self.train.step_timeout,
+            doing="free the engines' device memory",
+            hint=SLOW_STEP,
+        )
 
     def _generate(self, prompts: Iterator[Prompt]) -> list[Group]:
         """Return the groups of the next prompts in prompt order, or an empty list after the epoch.

@@ -56,6 +56,8 @@ class Dice:
     def __init__(self, seed: int) -> None:
         self.draw = random.Random(seed)
 
+    async def rest(self) -> None: ...
+
     async def stream(
         self,
         prompts: Iterable[Prompt],

@@ -52,6 +52,7 @@ class EchoGenerator:
         self.requests: list[Request] = []
         self.most: list[int | None] = []
         self.broken = broken
+        self.awake = True
 
     async def stream(
         self,
@@ -68,6 +69,10 @@ class EchoGenerator:
             self.calls.append(asked)
         for prompt in reversed(asked):
             yield [failed(prompt.index) if self.broken else self.answer(prompt)]
+        await self.rest()
+
+    async def rest(self) -> None:
+        self.awake = False
 
     def answer(self, prompt: Prompt) -> Trajectory:
         return episode(prompt.index, text=prompt.text, score=float(prompt.tokens[0]))
@@ -318,3 +323,16 @@ def test_pass_rates_are_omitted_if_every_sample_failed() -> None:
 def test_pass_rate_is_nan_for_a_source_without_scores() -> None:
     metrics = evaluation_metrics([episode(0, score=None)], k=1)
     assert math.isnan(metrics["eval/eval_default_pass1"])
+
+
+def test_engines_rest_in_every_step_even_if_its_groups_were_generated_in_advance(
+    source: Callable[..., SyncSource],
+) -> None:
+    """A publication after each step wakes the engines."""
+    generator = EchoGenerator()
+    seen: list[bool] = []
+    for _ in source(prompts=8, batch_size=2, at_once=4, epochs=1, generator=generator):
+        seen.append(generator.awake)
+        generator.awake = True
+    assert seen == [False] * 4
+    assert len(generator.calls) == 2
