@@ -1,5 +1,6 @@
 """Selects the engine with the cached prefix, unless another engine is much less busy."""
 
+import threading
 import time
 from collections import Counter, defaultdict
 from collections.abc import Hashable, Iterable, Sequence
@@ -19,11 +20,12 @@ class Router:
     are much fewer than the other engine's samples with *other* keys. The other engine must have
     more than `SLACK` samples more, and more than 1.5 times as many.
 
-    Call `pick` and `done` from one thread only.
+    The methods may be called from any thread.
     """
 
     def __init__(self, engines: Iterable[int]) -> None:
         self.in_flight: dict[int, int] = {}
+        self._counting = threading.RLock()
         self._read_at = time.monotonic()  # time of the last call to `idle`
         # Seconds without a sample since the last call to `idle`, up to the engine's last change.
         self._idle = defaultdict[int, float](float)
@@ -36,14 +38,24 @@ class Router:
 
     def add(self, engine: int) -> None:
         """Add an engine that is new, or that has restarted with an empty cache."""
-        self.in_flight.setdefault(engine, 0)
-        self._changed.setdefault(engine, time.monotonic())
+        with self._counting:
+            self.in_flight.setdefault(engine, 0)
+            self._changed.setdefault(engine, time.monotonic())
 
     def pick(self, key: Hashable, samples: int = 1, *, among: Sequence[int] = ()) -> int:
         """Return the engine for `samples` more samples of `key`, from `among` or from all engines.
 
         The samples are in flight until `done` is called.
         """
+        with self._counting:
+            engine = self._choose(key, among)
+            self._count_idle(engine, time.monotonic())
+            self.in_flight[engine] += samples
+            self._of_key[key, engine] += samples
+        return engine
+
+    def _choose(self, key: Hashable, among: Sequence[int]) -> int:
+        """Return the engine for more samples of `key`, and remember it."""
         usable = among or list(self.in_flight)
         engine = min(usable, key=self.in_flight.__getitem__)
         least = self.in_flight[engine]
@@ -52,20 +64,18 @@ class Router:
         if home in usable and others <= max(least + SLACK, 1.5 * least):
             engine = home
         self._homes[key] = engine
-        self._count_idle(engine, time.monotonic())
         if len(self._homes) > MOST_KEYS:
             del self._homes[next(iter(self._homes))]
-        self.in_flight[engine] += samples
-        self._of_key[key, engine] += samples
         return engine
 
     def done(self, key: Hashable, engine: int, samples: int = 1) -> None:
         """Record that these samples of `engine` are finished or cancelled."""
-        self._count_idle(engine, time.monotonic())
-        self.in_flight[engine] -= samples
-        self._of_key[key, engine] -= samples
-        if not self._of_key[key, engine]:
-            del self._of_key[key, engine]
+        with self._counting:
+            self._count_idle(engine, time.monotonic())
+            self.in_flight[engine] -= samples
+            self._of_key[key, engine] -= samples
+            if not self._of_key[key, engine]:
+                del self._of_key[key, engine]
 
     def _count_idle(self, engine: int, now: float) -> None:
         """Count the time since the engine's last change as idle if the engine had no samples."""
@@ -78,13 +88,13 @@ class Router:
 
         Engines that were never added are ignored.
         """
-        now = time.monotonic()
-        added = list(self.in_flight)  # a copy, because engines may join at any time
-        for engine in added:
-            self._count_idle(engine, now)
-        counted = set(added).intersection(engines)
-        idle_s = sum(self._idle[engine] for engine in counted)
-        passed_s = now - self._read_at
-        self._idle = defaultdict(float)
-        self._read_at = now
+        with self._counting:
+            now = time.monotonic()
+            for engine in self.in_flight:
+                self._count_idle(engine, now)
+            counted = set(self.in_flight).intersection(engines)
+            idle_s = sum(self._idle[engine] for engine in counted)
+            passed_s = now - self._read_at
+            self._idle = defaultdict(float)
+            self._read_at = now
         return Mean(idle_s, len(counted) * passed_s)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import threading
+
 from openrlhf.observability.metrics import Mean
 from openrlhf.rollout import routing
 from openrlhf.rollout.routing import SLACK, Router
@@ -85,3 +87,27 @@ def test_idle_share_counts_engines_without_samples_but_not_lost_engines(monkeypa
     now[0] = 13.0
     # Engine 0 has left, and engine 2 has not been added yet.
     assert router.idle([1, 2]) == Mean(0.0, 1.0)
+
+
+def test_sample_that_starts_while_the_idle_time_is_read_is_counted_once(monkeypatch) -> None:
+    """The idle time is read in the main thread, and samples start in the event loop's thread."""
+    now = [0.0]
+    router = Router([0])
+    reader = threading.current_thread()
+    picker = threading.Thread(target=router.pick, args=("a",))
+
+    def monotonic() -> float:
+        seen = now[0]
+        if threading.current_thread() is reader and not picker.ident:
+            now[0] = 5.0
+            picker.start()
+            picker.join(0.2)  # without mutual exclusion, the sample starts here
+        return seen
+
+    monkeypatch.setattr(routing.time, "monotonic", monotonic)
+    router._changed[0] = router._read_at = 0.0
+    now[0] = 4.0
+    assert router.idle([0]) == Mean(4.0, 4.0)
+    picker.join()
+    now[0] = 6.0
+    assert router.idle([0]) == Mean(1.0, 2.0)
