@@ -82,6 +82,7 @@ class Fleet:
         self._closed = threading.Event()
         self._changing = threading.RLock()
         self._watcher = threading.Thread(target=self._watch, name="fleet", daemon=True)
+        self._newcomer: threading.Thread | None = None  # starts the engine that joined last
         self._members: dict[int, Member] = {}
         for index, machine in enumerate(places):
             if hosts:
@@ -191,8 +192,9 @@ class Fleet:
         """
         while True:
             self.check()
-            if serving := [member.index for member in self.up]:
-                return self._members[self._router.pick(key, samples, among=serving)]
+            serving = {member.index: member for member in self.up}
+            if serving:
+                return serving[self._router.pick(key, samples, among=list(serving))]
             await asyncio.sleep(0.1)
 
     def check(self) -> None:
@@ -227,13 +229,17 @@ class Fleet:
             f"Engine {member.index} was lost ({reason}). Restart {member.restarts} of {most}; its "
             f"log: {member.log}"
         )
-        threading.Thread(
-            target=self._bring_up, args=(member,), name=f"restart-{member.index}", daemon=True
-        ).start()
+        self._bring_up_in_background(member, f"restart-{member.index}")
+
+    def _bring_up_in_background(self, member: Member, name: str) -> threading.Thread:
+        thread = threading.Thread(target=self._bring_up, args=(member,), name=name, daemon=True)
+        thread.start()
+        return thread
 
     def _leave(self, member: Member) -> None:
         """Remove an engine whose machine is gone and cannot be replaced."""
-        del self._members[member.index]
+        with self._changing:
+            del self._members[member.index]
         if not self._members:
             self._failure = RolloutError("the last engine's machine is gone. Start the run again.")
         self.say(
@@ -242,11 +248,12 @@ class Fleet:
         )
 
     def _join(self, slots: Slots) -> None:
-        """Add an engine and start it."""
-        index = max(self._members, default=-1) + 1
+        """Add an engine, and start it in another thread, so that the fleet is still watched."""
+        with self._changing:
+            index = max(self._members, default=-1) + 1
+            member = self._members[index] = Member(index=index, slots=slots)
         self.say(f"Engine {index} joins on {slots.machine.name}.")
-        self._members[index] = Member(index=index, slots=slots)
-        self._bring_up(self._members[index])
+        self._newcomer = self._bring_up_in_background(member, f"join-{index}")
 
     def _room(self) -> Slots | None:
         """Reserve free slots for one more engine. Return None if no slots are free."""
@@ -274,7 +281,10 @@ class Fleet:
                         self._leave(member)
                         return
                     member.slots = slots
-            self._launch(member)
+            with self._changing:
+                if self._closed.is_set():  # `close` ends only processes that exist
+                    return
+                self._launch(member)
             member.slots.wait(self.timeout_s)
             wait_for([self._load(member)], timeout_s=self.timeout_s, doing="start the engine")
             self._router.add(member.index)
@@ -291,11 +301,17 @@ class Fleet:
         while not self._closed.wait(WATCH_INTERVAL_S):
             try:
                 self.find_lost()
-                incomplete = len(self._members) < self.settings.vllm.max_engines
-                if incomplete and not self.hosts and (slots := self._room()):
+                if self._can_grow and (slots := self._room()):
                     self._join(slots)
             except Exception as error:  # errors in this thread would otherwise not be reported
                 self.say(f"Checking the engines failed: {error}")
+
+    @property
+    def _can_grow(self) -> bool:
+        """True if another engine may join, and no engine that has joined is still starting."""
+        if self.hosts or len(self._members) >= self.settings.vllm.max_engines:
+            return False
+        return self._newcomer is None or not self._newcomer.is_alive()
 
     def find_lost(self) -> None:
         """Check that all engines respond, and restart unresponsive engines."""
@@ -330,9 +346,12 @@ class Fleet:
 
     def close(self) -> None:
         """End all processes and release their slots."""
-        self._closed.set()
-        for member in self._members.values():
-            ray.kill(member.actor)
+        with self._changing:
+            self._closed.set()
+            members = list(self._members.values())
+        for member in members:
+            if member.actor:
+                ray.kill(member.actor)
             if not self.hosts:
                 member.slots.release()
         if self._watcher.is_alive():

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import threading
 import time
 from types import SimpleNamespace
@@ -23,7 +24,13 @@ class Slots:
 
     machine = HERE
 
-    def wait(self, timeout_s: float) -> None: ...
+    def __init__(self) -> None:
+        self.free = threading.Event()
+        self.free.set()
+
+    def wait(self, timeout_s: float) -> None:
+        self.free.wait(timeout_s)
+
     def release(self) -> None: ...
 
 
@@ -36,6 +43,7 @@ class Unstable(Fleet):
         self.unanswered, self.said = unanswered, list[str]()
         self.say, self.timeout_s = self.said.append, 1.0
         self.settings: Any = SimpleNamespace(vllm=SimpleNamespace(max_restarts=2))
+        self.launched: list[int] = []  # indices of the engines whose process was started
         slots: Any = Slots()
         self.member = self._members[0] = Member(
             index=0, slots=slots, actor=object(), log="vllm-0.log", up=True
@@ -50,7 +58,8 @@ class Unstable(Fleet):
             raise ConnectionError("the cluster did not answer")
         return [HERE]
 
-    def _launch(self, member: Member) -> None: ...
+    def _launch(self, member: Member) -> None:
+        self.launched.append(member.index)
 
     def _load(self, member: Member) -> Any: ...
 
@@ -101,3 +110,49 @@ def test_engine_lost_right_after_its_refit_does_not_count_as_up(
     with pytest.raises(RolloutError, match="gone again"):
         fleet.check()
     assert fleet.up == []
+
+
+def test_sample_is_requested_from_an_engine_even_if_it_leaves_the_fleet_meanwhile(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """The request then fails, and another engine generates the sample."""
+    fleet = Unstable(monkeypatch, unanswered=0)
+
+    def pick(key: Any, samples: int, *, among: list[int]) -> int:
+        fleet._leave(fleet.member)
+        return among[0]
+
+    monkeypatch.setattr(fleet._router, "pick", pick)
+    assert asyncio.run(fleet._pick("prompt", 1)) is fleet.member
+
+
+def test_fleet_is_watched_while_a_new_engine_starts_and_only_one_engine_joins_at_a_time(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    fleet = Unstable(monkeypatch, unanswered=0)
+    fleet.settings.vllm.max_engines = 3
+    slots: Any = Slots()
+    slots.free.clear()
+    fleet.timeout_s = 60.0
+    assert fleet._can_grow
+    fleet._join(slots)  # returns although the engine's slots are not free yet
+    assert [member.index for member in fleet.up] == [0]
+    assert not fleet._can_grow
+    slots.free.set()
+    assert fleet._newcomer
+    fleet._newcomer.join()
+    assert [member.index for member in fleet.up] == [0, 1]
+    assert fleet._can_grow
+
+
+def test_engine_that_joins_while_the_fleet_closes_is_not_started(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    fleet = Unstable(monkeypatch, unanswered=0)
+    slots: Any = Slots()
+    monkeypatch.setattr(module.ray, "kill", lambda _: fleet._join(slots))
+    fleet.close()
+    for thread in threading.enumerate():
+        if thread.name.startswith("join-"):
+            thread.join()
+    assert fleet.launched == []
