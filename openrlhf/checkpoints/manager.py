@@ -78,9 +78,8 @@ class CheckpointManager:
             self.parts = tuple(parts)
         self.max_num = ckpt.max_num
         self.max_bytes = ckpt.max_mem * GIB
-        self._damaged: set[str] = (
-            set()
-        )  # nonces of checkpoints that `latest` found to be incomplete
+        # Nonces of checkpoints that `latest` found to be incomplete.
+        self._damaged: set[str] = set()
 
     def latest(self) -> Checkpoint | None:
         """Return the newest complete checkpoint, regular or best, after checking all its files.

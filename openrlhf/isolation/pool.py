@@ -27,10 +27,8 @@ __all__ = ["Asked", "ProcessPool", "UserCall", "UserCodeError"]
 
 LOAD_S = 120.0  # minimum time limit for importing a user's file
 LEAST_ALONE = 4  # minimum number of processes reserved for calls that run alone
-LOSSES = (
-    # after this number of lost processes, a call that only waited for answers fails or runs alone
-    4
-)
+# After this number of lost processes, a call that only waited for answers fails or runs alone.
+LOSSES = 4
 LOG_BYTES = 16 << 20  # logs larger than this are shortened
 LOG_KEPT = MIB  # bytes kept at each end of a shortened log
 LOG_SECONDS = 1.0  # interval between checks of the log sizes

@@ -187,13 +187,14 @@ class TrainedWorker(ABC, Generic[Job]):
         self.config = settings.config
         # The size of a weight bucket in exports and publications.
         self.bucket_bytes = BUCKET_BYTES[strategy.device.type]
-        self.train_limits = MicroBatchLimits.of_training(self.config.train, self.config.ds)
-        self.forward_limits = MicroBatchLimits.of_forwards(self.config.rollout, self.config.ds)
         self.engine = TrainEngine(
             strategy, load_model, optimizer, total_steps=settings.total_steps, name=self.name
         )
-        self.train_limits = self.train_limits.for_model(self.engine.hf.config)
-        self.forward_limits = self.forward_limits.for_model(self.engine.hf.config)
+        model = self.engine.hf.config
+        train_limits = MicroBatchLimits.of_training(self.config.train, self.config.ds)
+        self.train_limits = train_limits.for_model(model)
+        forward_limits = MicroBatchLimits.of_forwards(self.config.rollout, self.config.ds)
+        self.forward_limits = forward_limits.for_model(model)
         found = prove_layout(self.engine.module)
         if strategy.is_main:
             found += check_disk_room(self.config.ckpt.output_dir, exported_bytes(self.engine))
