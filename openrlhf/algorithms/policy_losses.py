@@ -137,10 +137,8 @@ def value_loss(
 
 # (action mask, maximum response length) -> (weights (B, T), micro-batch's share of the denominator)
 Aggregation = Callable[[Tensor, int], tuple[Tensor, float]]
-AGGREGATIONS: Registry[Aggregation] = Registry("loss aggregation")
 
 
-@AGGREGATIONS.register("token")
 def token_mean(mask: TokenMask, max_tokens: int) -> tuple[PerToken, float]:
     """Weight all tokens equally: the loss is the mean over the window's tokens.
 
@@ -149,7 +147,6 @@ def token_mean(mask: TokenMask, max_tokens: int) -> tuple[PerToken, float]:
     return mask.float(), float(mask.sum())
 
 
-@AGGREGATIONS.register("sequence")
 def sequence_mean(mask: TokenMask, max_tokens: int) -> tuple[PerToken, float]:
     """Weight all sequences equally: the loss is the mean of the per-sequence means.
 
@@ -159,7 +156,6 @@ def sequence_mean(mask: TokenMask, max_tokens: int) -> tuple[PerToken, float]:
     return mask / lengths.clamp(min=1), float((lengths > 0).sum())
 
 
-@AGGREGATIONS.register("constant")
 def constant_length(mask: TokenMask, max_tokens: int) -> tuple[PerToken, float]:
     """Divide the sum over each sequence by a constant that does not depend on the sequence's
     length.
@@ -169,11 +165,17 @@ def constant_length(mask: TokenMask, max_tokens: int) -> tuple[PerToken, float]:
     return mask / max_tokens, float(mask.any(1).sum())
 
 
+AGGREGATIONS: dict[str, Aggregation] = {
+    "token": token_mean,
+    "sequence": sequence_mean,
+    "constant": constant_length,
+}
+
+
 def aggregation_weights(mask: TokenMask, kind: str, *, max_tokens: int) -> tuple[PerToken, float]:
     """Return (weights, count) of a micro-batch: loss = Σ_window Σ weights · ℓ / Σ_window count.
 
     Rows with an empty mask do not count. For the mask [[T, T], [T, F]]: token → [[1, 1], [1, 0]]
     and 3; sequence → [[½, ½], [1, 0]] and 2; constant with `max_tokens` 4 → [[¼, ¼], [¼, 0]] and 2.
-    Raises ValueError for an unknown kind.
     """
     return AGGREGATIONS[kind](mask, max_tokens)

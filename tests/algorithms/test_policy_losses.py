@@ -19,6 +19,7 @@ from openrlhf.algorithms.policy_losses import (
     aggregation_weights,
     value_loss,
 )
+from openrlhf.config.algorithm import LossConfig
 from tests.reference import policy
 
 LOSSES = ["ppo", "gspo", "cispo"]
@@ -401,9 +402,13 @@ def test_row_without_actions_is_not_counted(kind: str) -> None:
     )
 
 
-def test_unknown_name_raises_an_error_with_the_known_names() -> None:
+def test_every_aggregation_is_a_choice_of_its_flag() -> None:
+    """The choices are fixed: a plug-in can add a policy loss, but not an aggregation."""
     assert list(AGGREGATIONS) == KINDS
-    with pytest.raises(ValueError, match=r"'sample'.* token, sequence, constant"):
-        aggregation_weights(torch.ones(1, 2, dtype=torch.bool), "sample", max_tokens=9)
+    for kind in KINDS:
+        LossConfig(aggregation=kind)
+
+
+def test_unknown_name_raises_an_error_with_the_known_names() -> None:
     with pytest.raises(ValueError, match=r"'grpo'.* ppo, gspo, cispo"):
         _ = POLICY_LOSSES["grpo"]
