@@ -145,7 +145,7 @@ class TrainConfig(SeedConfig):
     enable_ema: bool = option(
         False,
         "Keep an exponential moving average (EMA) of the weights (RL: of the policy) and "
-        "export it.",
+        "export it. Evaluations use the weights themselves.",
     )
     ema_beta: float = option(0.992, "Decay of the EMA.", ge=0, lt=1)
 

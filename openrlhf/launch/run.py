@@ -357,6 +357,7 @@ def _asks_policy(stage: Stage) -> bool:
     """Return whether the policy computes this stage's column.
 
     The policy cannot score rows while it is being updated. π_old is the policy at the start of the
-    update.
+    update. The critic scores samples when they have finished, so V may come from an older critic
+    than the one at the start of the update.
     """
     return isinstance(stage, ColumnStage) and stage.by.role == "actor"

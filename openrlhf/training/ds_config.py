@@ -22,7 +22,7 @@ def training_config(ds: DeepSpeedConfig, *, max_norm: float, ranks: int) -> dict
     return _common_config(ds) | {
         "managed_gradient_accumulation": False,
         "zero_force_ds_cpu_optimizer": False,
-        # allows optimizers registered by users, such as torch's SGD
+        # allows optimizers that DeepSpeed does not know, such as Muon
         "zero_allow_untested_optimizer": True,
         "gradient_clipping": max_norm,
         "zero_optimization": zero,
