@@ -140,6 +140,14 @@ class Checkpoint(StagedCheckpoint):
     metric_value: float | None
     state: RunState
 
+    def is_from(self, run_dir: str) -> bool:
+        """Return whether the run in this folder wrote the checkpoint.
+
+        A run that restarts itself resumes only its own checkpoints, not those of another run that
+        shares --ckpt.path.
+        """
+        return self.state.run_dir == os.path.abspath(run_dir)
+
     @property
     def is_best(self) -> bool:
         """True if the checkpoint was saved after the best evaluation so far."""

@@ -111,11 +111,7 @@ def check_engines(config: PPOConfig, kind: Device) -> None:
 
 
 def find_checkpoint(config: PPOConfig) -> tuple[CheckpointManager, Checkpoint | None]:
-    """Return the manager of --ckpt.path, and the checkpoint to resume, if any.
-
-    A run that restarted itself resumes only its own checkpoints, not those of another run that
-    shares --ckpt.path.
-    """
+    """Return the manager of --ckpt.path, and the checkpoint to resume, if any."""
     parts = list(settings.state_layouts(config))
     if config.train.async_enable:
         parts.append(SOURCE)
@@ -124,7 +120,7 @@ def find_checkpoint(config: PPOConfig) -> tuple[CheckpointManager, Checkpoint | 
         return checkpoints, None
     checkpoint = checkpoints.latest()
     restarted = not config.given.get("ckpt.load_enable")
-    if checkpoint and restarted and checkpoint.state.run_dir != os.path.abspath(config.run.dir):
+    if checkpoint and restarted and not checkpoint.is_from(config.run.dir):
         return checkpoints, None
     return checkpoints, checkpoint
 

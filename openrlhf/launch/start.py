@@ -183,8 +183,8 @@ def newest_checkpoint(config: PPOConfig) -> Checkpoint | None:
     continues = config.given.get(LOAD_ENABLE)
     newest = None
     for checkpoint in CheckpointManager(config.ckpt).checkpoints():
-        own = continues or checkpoint.state.run_dir == os.path.abspath(config.run.dir)
-        if own and checkpoint.parts:
+        may_resume = continues or checkpoint.is_from(config.run.dir)
+        if may_resume and checkpoint.parts:
             newest = checkpoint
     return newest
 
