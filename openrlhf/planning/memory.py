@@ -149,49 +149,33 @@ class RoleMemory:
             return Gradients(kept=role.width * self.trained, step=flattened)
         if self._has_bf16_optimizer:
             buffer = g * self.trained  # `BF16_Optimizer` does not shard this buffer
+            # A step flattens the buffer, even on one rank, and all-reduces a bfloat16 copy of it.
+            copy = role.width if g != role.width else 0
             return Gradients(
                 idle=buffer,
                 kept=buffer + role.width * self.trained,
                 backward=4 * largest_trained(self.role),
-                step=self._bf16_step(g),
+                step=(g + copy) * self.trained,
             )
         return self._zero_gradients(g)
-
-    def _bf16_step(self, g: int) -> int:
-        """Return the size of the temporary gradients in a step of `BF16_Optimizer`.
-
-        DeepSpeed flattens the entire gradient buffer, even on one rank, and all-reduces a bfloat16
-        copy of the buffer.
-        """
-        role = self.role
-        if self.constants.device == "cuda":
-            copy = role.width if g != role.width else 0
-            return (g + copy) * self.trained
-        # On CPUs, keep the formula that agrees with measurements.
-        step = 4 * (self.trained + largest_trained(self.role))
-        if role.ranks > 1:
-            step += 2 * role.width * min(self.trained, REDUCE_BUCKET)
-        return step
 
     def _zero_gradients(self, g: int) -> Gradients:
         """Return the size of the gradients of `DeepSpeedZeroOptimizer` (stages 1 and 2)."""
         role, owned = self.role, self.owned
         has_copies = g != role.width  # gradients are summed in a different dtype than the weights'
-        bucket = role.width * self._bucket_elements()
         norm = self._norm_bytes()
         host = 0
         if role.adam_offload:
             host = 4 * owned + role.width * owned + role.width * largest_trained(self.role)
         if role.zero_stage == 1:
             whole = g * self.trained  # each gradient is freed once it is added to its sum
-            step = 0 if role.adam_offload else 4 * self.trained  # gradients are flattened first
-            if self.constants.device == "cuda":
-                bucket = g * self._bucket_elements()  # this bucket has the accumulation dtype
-                step = max(step, self._reduced_in_step(g) - whole, norm)
-                return Gradients(kept=whole, backward=bucket, step=step, host=host)
-            return Gradients(kept=whole, step=step, host=host)
+            flattened = 0 if role.adam_offload else 4 * self.trained
+            step = max(flattened, self._reduced_in_step(g) - whole, norm)
+            bucket = g * self._bucket_elements(0)  # this bucket has the accumulation dtype
+            return Gradients(kept=whole, backward=bucket, step=step, host=host)
         # gradients are freed once their bucket is full
         pending = role.width * min(self.trained, REDUCE_BUCKET)
+        bucket = role.width * self._bucket_elements(self.trained)
         if role.adam_offload:
             bucket += role.width * largest_trained(self.role)
             if not has_copies:
@@ -204,7 +188,7 @@ class RoleMemory:
         return Gradients(kept=g * owned, backward=backward, step=max(4 * owned, norm))
 
     def _reduced_in_step(self, g: int) -> int:
-        """Return the size of the gradients on a GPU while a stage 1 step reduces them.
+        """Return the size of the gradients while a stage 1 step reduces them.
 
         As many gradients as fit are in the reduce bucket. These gradients are flattened, and they
         are copied again if the reduction uses the weights' data type. The rank keeps its part of
@@ -217,16 +201,14 @@ class RoleMemory:
         sums = g * self.owned
         if not copy:
             flattened, sums = max(flattened, sums), 0  # the bucket is freed before the copy is made
-        bucket = g * self._bucket_elements()
+        bucket = g * self._bucket_elements(in_bucket)
         return bucket + g * (self.trained - in_bucket) + flattened + sums
 
     def _norm_bytes(self) -> int:
-        """Return the size of the float64 copy from which ZeRO computes a gradient's norm on a GPU.
+        """Return the size of the float64 copy from which ZeRO computes a gradient's norm.
 
         One gradient, or this rank's part of a gradient, is copied at a time.
         """
-        if self.constants.device == "cpu":
-            return 0  # measurements on CPUs agree without this copy
         role, largest = self.role, largest_trained(self.role)
         if not role.sharded:
             return 8 * min(largest, self.owned)
@@ -234,14 +216,14 @@ class RoleMemory:
             return 0  # the gradients are in CPU memory
         return 8 * -(-largest // role.ranks)
 
-    def _bucket_elements(self) -> int:
-        """Return how many elements of the reduce bucket take up memory.
+    def _bucket_elements(self, written: int) -> int:
+        """Return how many elements of the reduce bucket take up memory once `written` are written.
 
         On a GPU, the entire bucket takes up memory; on a CPU, only the pages that are written do.
         """
         if self.constants.device == "cuda":
             return REDUCE_BUCKET * (2 if self.role.overlap_comm else 1)
-        return min(self.trained, REDUCE_BUCKET)
+        return min(written, REDUCE_BUCKET)
 
     @property
     def on_host(self) -> tuple[int, int]:

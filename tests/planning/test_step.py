@@ -1,4 +1,4 @@
-"""Tests of an optimizer step's memory use on a GPU.
+"""Tests of an optimizer step's memory use.
 
 The expected sizes are those of the tensors that DeepSpeed creates in a step.
 """
@@ -9,7 +9,7 @@ from dataclasses import replace
 
 import pytest
 
-from openrlhf.planning.constants import CUDA
+from openrlhf.planning.constants import CPU, CUDA
 from openrlhf.planning.memory import RoleMemory
 from openrlhf.planning.roles import ModelRole, Pass
 from openrlhf.planning.shapes import shape_from_config
@@ -73,6 +73,21 @@ def test_step_of_stage_1_in_float32_holds_the_reduce_bucket(policy: ModelRole) -
     wide = MODELS["llama2-7b"]
     role = replace(role, shape=shape_from_config(wide))
     assert step_bytes(role) == 24 * role.shape.parameters
+
+
+@pytest.mark.parametrize("stage", [1, 2, 3])
+def test_temporary_gradients_of_a_step_are_the_same_on_a_cpu(policy: ModelRole, stage: int) -> None:
+    role = replace(policy, dp=4, zero_stage=stage)
+    assert RoleMemory(role, CPU).gradients.step == RoleMemory(role, CUDA).gradients.step > 0
+
+
+def test_reduce_bucket_on_a_cpu_takes_up_only_what_is_written(policy: ModelRole) -> None:
+    """Stage 1 in float32 writes to the bucket in the step: the gradients move to the bucket."""
+    role = replace(policy, dtype="fp32", dp=4)
+    gradients = RoleMemory(role, CPU).gradients
+    parameters = role.shape.parameters
+    assert (gradients.kept, gradients.backward) == (4 * parameters, 0)
+    assert gradients.step == 4 * parameters
 
 
 def test_offloaded_step_of_stage_1_holds_bucket_and_copies(policy: ModelRole) -> None:
