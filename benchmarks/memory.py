@@ -41,6 +41,7 @@ from openrlhf.planning.roles import ModelRole, Pass
 from openrlhf.planning.shapes import ModelShape
 from openrlhf.planning.usage import Instant, Usage
 from openrlhf.units import MIB
+from tests.planning.models import QWEN2_390M
 from tests.tiny import save_reward_model, save_tiny_model
 from tests.verify.record import git
 from tests.verify.results import packages
@@ -99,18 +100,7 @@ MODELS: dict[str, tuple[str, dict[str, Any]]] = {
             "num_hidden_layers": 6,
         },
     ),
-    "qwen2-390M": (
-        "qwen2-tied",
-        {
-            "vocab_size": 32_000,
-            "hidden_size": 1024,
-            "intermediate_size": 4096,
-            "num_hidden_layers": 24,
-            "num_attention_heads": 16,
-            "num_key_value_heads": 2,
-            "max_position_embeddings": 4096,
-        },
-    ),
+    "qwen2-390M": ("qwen2-tied", QWEN2_390M | {"max_position_embeddings": 4096}),
 }
 REAL = "SmolLM2-135M"  # must be copied to the models folder by hand
 # The constants that `fit` changes.

@@ -12,6 +12,15 @@ LLAMA: dict[str, Any] = {
     "vocab_size": 32000,
     "tie_word_embeddings": False,
 }
+# The model that is measured on GPUs (docs/gpu.md). Its type and its window are not included.
+QWEN2_390M: dict[str, Any] = {
+    "vocab_size": 32_000,
+    "hidden_size": 1024,
+    "intermediate_size": 4096,
+    "num_hidden_layers": 24,
+    "num_attention_heads": 16,
+    "num_key_value_heads": 2,
+}
 MODELS: dict[str, dict[str, Any]] = {
     "llama2-7b": LLAMA | {"hidden_size": 4096, "intermediate_size": 11008, "num_hidden_layers": 32},
     "llama2-13b": LLAMA

@@ -15,19 +15,9 @@ from openrlhf.planning.roles import ModelRole, Pass
 from openrlhf.planning.shapes import shape_from_config
 from openrlhf.planning.usage import Instant
 from openrlhf.units import MIB
-from tests.planning.models import MODELS
+from tests.planning.models import MODELS, QWEN2_390M
 
-# The model of the measurements in docs/gpu.md.
-MEASURED = {
-    "model_type": "qwen2",
-    "vocab_size": 32_000,
-    "hidden_size": 1024,
-    "intermediate_size": 4096,
-    "num_hidden_layers": 24,
-    "num_attention_heads": 16,
-    "num_key_value_heads": 2,
-    "tie_word_embeddings": True,
-}
+MEASURED = QWEN2_390M | {"model_type": "qwen2", "tie_word_embeddings": True}
 MEASURED_STEPS = (9844, 10006, 10206, 9862)  # MiB in the table of docs/gpu.md
 BATCH = Pass(tokens=16, longest=16, scored=16)
 SAMPLES = 2 * 2 * 4_000_000  # bytes of the samples with which changed weights are counted
