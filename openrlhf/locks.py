@@ -25,8 +25,9 @@ LONGEST_RECORD_BYTES = 4096
 
 
 class InUseError(BlockingIOError):
-    """Error for a folder or file that another live process writes to. The message names the path
-    and the process.
+    """Error for a folder or file that another live process writes to.
+
+    The message names the path and the process.
     """
 
 

@@ -24,8 +24,9 @@ Range = Annotated[list[Index], Field(min_length=2, max_length=2)]  # [start, end
 
 
 class EpisodeMistake(UserCodeError):
-    """Error for an executor's result that is not a valid episode. The message includes the invalid
-    value.
+    """Error for an executor's result that is not a valid episode.
+
+    The message includes the invalid value.
     """
 
     def __init__(self, message: str) -> None:

@@ -63,8 +63,9 @@ class AgentExecutorBase(ABC):
         llm_engine: Engine,
         images: Any = None,
     ) -> dict[str, Any]:
-        """Run one episode of at most `max_length` tokens. This method is called with keyword
-        arguments.
+        """Run one episode of at most `max_length` tokens.
+
+        This method is called with keyword arguments.
 
         Returns a dict with
 

@@ -8,8 +8,9 @@ Decorated = TypeVar("Decorated")
 
 
 class Registry(dict[str, Choice]):
-    """Functions or classes of one kind, by name. A plug-in registers its functions or classes when
-    it is imported.
+    """Functions or classes of one kind, by name.
+
+    A plug-in registers its functions or classes when it is imported.
 
     Each name can be used once. `choices` maps a flag's valid names to their traits; `register` adds
     new names to this mapping. `traits` builds the traits from the properties passed to `register`.

@@ -27,8 +27,9 @@ NEGLIGIBLE_LOGPROB = -1e4  # exp of this is 0 even in float64; avoids 0 · (−i
 
 
 def masked_sum(x: Float[Tensor, "*s"], mask: Bool[Tensor, "*s"]) -> Float[Tensor, ""]:
-    """Sum x over the mask. Values outside the mask, even NaN, affect neither the sum nor the
-    gradient.
+    """Sum x over the mask.
+
+    Values outside the mask, even NaN, affect neither the sum nor the gradient.
     """
     return x.masked_fill(~mask, 0).sum()
 

@@ -91,8 +91,9 @@ def words_of(argv: Sequence[str] | None) -> list[str]:
 
 
 def _use_devices_of_ray() -> None:
-    """Join a running Ray cluster, if any, and count its GPUs. Raises UserError if this machine has
-    GPUs but the cluster has none.
+    """Join a running Ray cluster, if any, and count its GPUs.
+
+    Raises UserError if this machine has GPUs but the cluster has none.
     """
     with machine.quick_imports():
         from openrlhf.cluster.ray_cluster import join_ray
@@ -239,8 +240,9 @@ def check_folders(config: Command) -> None:
 
 
 def skip_unreachable_hub(config: Command) -> None:
-    """Fail downloads at once if the Hub is unreachable. By default, the Hub client retries for a
-    minute.
+    """Fail downloads at once if the Hub is unreachable.
+
+    By default, the Hub client retries for a minute.
     """
     if not HUB_VARIABLES.isdisjoint(os.environ):
         return

@@ -101,8 +101,9 @@ def list_verbs() -> None:
 
 
 def run_plugin_task(name: str, argv: Sequence[str]) -> None:
-    """Train an offline task registered by a plugin. Exit with status 2 if no plugin defines the
-    task.
+    """Train an offline task registered by a plugin.
+
+    Exit with status 2 if no plugin defines the task.
     """
     prepare_process()  # plugins may import torch
     with plain_ends():

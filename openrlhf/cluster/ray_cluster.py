@@ -299,8 +299,9 @@ def _spawn(*args: Any, **options: Any) -> "subprocess.Popen[Any]":
 
 
 def kill_started_ray() -> bool:
-    """Kill all Ray processes that this process has started. Return False if it has started no Ray
-    processes.
+    """Kill all Ray processes that this process has started.
+
+    Return False if it has started no Ray processes.
     """
     if not _Started.mark:
         return False

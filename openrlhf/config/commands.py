@@ -88,8 +88,9 @@ class Command(Section):
         return set()
 
     def further_places(self) -> list[tuple[str, str, str]]:
-        """Return the outputs that have no flag, as (name, path, kind). `places` lists the kinds of
-        output.
+        """Return the outputs that have no flag, as (name, path, kind).
+
+        `places` lists the kinds of output.
         """
         return []
 

@@ -218,8 +218,9 @@ def flags_in(config: Any) -> list[tuple[Flag, Any]]:
 
 
 def value_at(config: Any, path: str) -> Any:
-    """Return the value or section at a dotted path. Raises AttributeError if the path does not
-    exist.
+    """Return the value or section at a dotted path.
+
+    Raises AttributeError if the path does not exist.
     """
     return operator.attrgetter(path)(config)
 

@@ -128,8 +128,9 @@ class CsftConfig(Section):
 
     @property
     def suffix(self) -> str:
-        """Text to append to a prompt. The default --reward_template adds the same text to training
-        data.
+        """Text to append to a prompt.
+
+        The default --reward_template adds the same text to training data.
         """
         if not self.enable:
             return ""

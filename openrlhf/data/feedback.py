@@ -306,8 +306,9 @@ def _context(passage: Passage, known: Encoded, start: int, end: int) -> list[int
 
 
 def _margin(row: Mapping[str, Any]) -> float:
-    """Return a row's margin, or 0 without one. Raises DataError if the margin is not a finite
-    number.
+    """Return a row's margin, or 0 without one.
+
+    Raises DataError if the margin is not a finite number.
     """
     value = row.get(MARGIN)
     if value is None:

@@ -80,8 +80,9 @@ def to_messages(value: Any, *, role: str = "user") -> list[Message]:
 
 
 def _to_message(message: Any, number: int) -> Message:
-    """Return a message in standard form, with role and content. Raises ValueError if the message is
-    malformed.
+    """Return a message in standard form, with role and content.
+
+    Raises ValueError if the message is malformed.
     """
     if not isinstance(message, dict):
         raise ValueError(

@@ -168,8 +168,10 @@ def ring_attention(
     scale: float | None = None,
     window: int | None = None,
 ) -> Float[Tensor, "1 H n D_v"]:
-    """Compute causal attention inside each document of a row. All ranks of the row's ring must call
-    this function. With `window`, a token attends to itself and the window − 1 tokens before it.
+    """Compute causal attention inside each document of a row.
+
+    All ranks of the row's ring must call this function. With `window`, a token attends to itself
+    and the window − 1 tokens before it.
     """
     if scale is None:
         scale = query.shape[-1] ** -0.5

@@ -13,8 +13,10 @@ from openrlhf.config.flags import toml_beside
 
 
 class MetricSpec(NamedTuple):
-    """Declaration of a metric. `unit` is "" for a plain number. All values of the metric lie within
-    `bounds`."""
+    """Declaration of a metric.
+
+    `unit` is "" for a plain number. All values of the metric lie within `bounds`.
+    """
 
     reduces: str  # "mean", "max", "last" or "deviation"
     unit: str

@@ -154,9 +154,11 @@ def make_trackers(
     run_dir: Path,
     resume_step: int | None = None,
 ) -> Trackers:
-    """Start the trackers selected by the flags. `settings` is the resolved configuration to be
-    shown in W&B. `resume_step` is the step from which a resumed run continues. Raises ConfigError
-    if a W&B key is set but wandb is not installed; any other startup failure is a warning.
+    """Start the trackers selected by the flags.
+
+    `settings` is the resolved configuration to be shown in W&B. `resume_step` is the step from
+    which a resumed run continues. Raises ConfigError if a W&B key is set but wandb is not
+    installed; any other startup failure is a warning.
     """
     wandb = config.wandb
     # W&B creates a folder ./wandb, which Python treats as a namespace package without an origin.

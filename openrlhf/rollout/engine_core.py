@@ -200,8 +200,9 @@ def join_outputs(outputs: Sequence[EngineCoreOutput]) -> EngineCoreOutput:
 
 
 def run_core(config: VllmConfig, addresses: EngineZmqAddresses, started: Future[_Core]) -> None:
-    """Run a core until the core fails. The `AsyncLLM` detects the failure; its calls then raise
-    vLLM's EngineDeadError.
+    """Run a core until the core fails.
+
+    The `AsyncLLM` detects the failure; its calls then raise vLLM's EngineDeadError.
     """
     try:
         # Pass a copy, because the core changes its configuration at startup.

@@ -65,8 +65,10 @@ def score_texts(
 def load_scorer(
     config: ServeConfig,
 ) -> tuple[Callable[[list[str]], list[list[int]]], Callable[[list[list[int]]], list[float]]]:
-    """Load the configured model. Return a tokenizing function and a scoring function, each of which
-    has been tested once on a short text. Raises DataError or ModelError.
+    """Load the configured model.
+
+    Return a tokenizing function and a scoring function, each of which has been tested once on a
+    short text. Raises DataError or ModelError.
     """
     path = config.reward.model_name_or_path
     tokenizer = get_tokenizer(

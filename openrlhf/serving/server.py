@@ -124,8 +124,10 @@ def reward_app(
 
 
 async def read_body(request: Request, *, max_mib: float) -> bytes:
-    """Return the body of a request. Raises HTTPException with status 413 for a body above `max_mib`
-    MiB, without reading the rest of the body into memory.
+    """Return the body of a request.
+
+    Raises HTTPException with status 413 for a body above `max_mib` MiB, without reading the rest of
+    the body into memory.
     """
     body = bytearray()
     async for chunk in request.stream():

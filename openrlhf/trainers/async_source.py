@@ -184,6 +184,7 @@ class AsyncSource(Source):
     @property
     def _has_lost_too_many(self) -> bool:
         """True if so many finished samples have failed that the training loop is certain to raise.
+
         In that case, no more prompts are drawn.
         """
         failed = 0

@@ -9,8 +9,9 @@ from dataclasses import dataclass
 
 @dataclass(kw_only=True)
 class Held:
-    """A prompt's samples, from the start of generation until a step trains on them. `version` is
-    the weight version at the start of generation.
+    """A prompt's samples, from the start of generation until a step trains on them.
+
+    `version` is the weight version at the start of generation.
     """
 
     version: int

@@ -26,8 +26,10 @@ class Evaluation:
     config: RLFlags
 
     def is_due(self, step: int, *, last: bool) -> bool:
-        """Return whether to evaluate the weights after `step`. The last step is always evaluated,
-        and every evaluation takes place before the step's checkpoint is written.
+        """Return whether to evaluate the weights after `step`.
+
+        The last step is always evaluated, and every evaluation takes place before the step's
+        checkpoint is written.
         """
         every = self.config.eval.steps
         return every > 0 and (last or step % every == 0)
@@ -54,8 +56,9 @@ class Evaluation:
             return self.play(step)
 
     def judge(self, step: int, trajectories: list[Trajectory]) -> bool:
-        """Log pass@k and all other evaluation metrics. Return whether to save the weights as the
-        new best.
+        """Log pass@k and all other evaluation metrics.
+
+        Return whether to save the weights as the new best.
 
         Raises RewardErrors if too many episodes have failed. An evaluation with too many failures
         is logged, but never counts as the best.

@@ -111,9 +111,11 @@ class PPOTrainer:
         return batch
 
     def assign_credit(self, batch: StepBatch) -> tuple[Experience, list[dict[str, Metric]]]:
-        """Compute advantages and returns. Return the rows to train on and the metrics collected so
-        far. The rows are empty if no sample was kept, or if all samples are truncated and therefore
-        dropped (--algo.loss.mask_truncated).
+        """Compute advantages and returns.
+
+        Return the rows to train on and the metrics collected so far. The rows are empty if no
+        sample was kept, or if all samples are truncated and therefore dropped
+        (--algo.loss.mask_truncated).
         """
         metrics = [step_metrics(self.source, batch)]
         experience = batch.experience
@@ -179,8 +181,9 @@ class PPOTrainer:
         return self.source.exhausted or self.stopped
 
     def evaluate(self) -> None:
-        """Evaluate the published weights, and save a checkpoint if they are a new best. Termination
-        interrupts only the sampling; everything else completes first.
+        """Evaluate the published weights, and save a checkpoint if they are a new best.
+
+        Termination interrupts only the sampling; everything else completes first.
         """
         trajectories = self.evaluation.sample(self.step)
         if trajectories is None:

@@ -1,5 +1,7 @@
-"""Offline tasks by name. For example, `openrlhf sft` trains the task "sft". A task registered by a
-plug-in also becomes a command.
+"""Offline tasks by name.
+
+For example, `openrlhf sft` trains the task "sft". A task registered by a plug-in also becomes a
+command.
 """
 
 from abc import ABC, abstractmethod
@@ -192,8 +194,10 @@ class OfflineTask(ABC, Generic[Config, Row, Micro]):
         return None
 
     def evaluated(self, model: nn.Module, numbers: Mapping[str, float]) -> None:
-        """Receive the results of an evaluation. A task may store some results in the model. Every
-        process calls this method with the same results.
+        """Receive the results of an evaluation.
+
+        A task may store some results in the model. Every process calls this method with the same
+        results.
         """
 
 

@@ -40,8 +40,9 @@ def compiling() -> Iterator[None]:
 
 
 def is_abandoned(lock: Path) -> bool:
-    """Return whether no process on this machine has the file open. Outside Linux, the result is
-    always False.
+    """Return whether no process on this machine has the file open.
+
+    Outside Linux, the result is always False.
 
     A process that is compiling keeps its lock file open. Returns False for another user's file,
     because that user's open files are not visible.

@@ -89,8 +89,9 @@ def note(event: str) -> None:
 
 
 def complete_launcher_environment() -> None:
-    """Set the variables that a launcher would set. Without a launcher, the world size is 1. The
-    caches of compiled kernels are also bounded.
+    """Set the variables that a launcher would set.
+
+    Without a launcher, the world size is 1. The caches of compiled kernels are also bounded.
     """
     os.environ.update(kernel_caches())
     if "RANK" not in os.environ:

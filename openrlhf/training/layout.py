@@ -1,5 +1,6 @@
-"""The layout of ranks: each rank's part of the data, of each sequence and of each weight. All
-functions are pure and need no process group or device.
+"""The layout of ranks: each rank's part of the data, of each sequence and of each weight.
+
+All functions are pure and need no process group or device.
 """
 
 from dataclasses import dataclass

@@ -52,8 +52,10 @@ class Muon(torch.optim.AdamW):
     """
 
     def __init__(self, groups: list[dict[str, Any]], **adam: Any) -> None:
-        """Create the optimizer. A group with `is_muon` must come first and also needs `momentum`,
-        `nesterov` and `iterations`.
+        """Create the optimizer.
+
+        A group with `is_muon` must come first and also needs `momentum`, `nesterov` and
+        `iterations`.
         """
         super().__init__(groups, **adam)
         self._matrices: list[nn.Parameter] = []

@@ -157,9 +157,11 @@ class Strategy:
 
 
 class FrozenModel:
-    """A model that is not trained. With ZeRO 3, a frozen model is sharded like the trained model.
-    An offloaded model is moved to the device at its first use and stays there until `rest` is
-    called. With ZeRO 3, DeepSpeed moves one layer at a time instead.
+    """A model that is not trained.
+
+    With ZeRO 3, a frozen model is sharded like the trained model. An offloaded model is moved to
+    the device at its first use and stays there until `rest` is called. With ZeRO 3, DeepSpeed moves
+    one layer at a time instead.
     """
 
     def __init__(

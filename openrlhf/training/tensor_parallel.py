@@ -31,6 +31,7 @@ def complete_config(config: dict[str, Any], module: nn.Module) -> dict[str, Any]
 
 def layer_specs(config: PretrainedConfig, ranks: int, module: nn.Module) -> list[dict[str, Any]]:
     """Return how AutoTP splits a model's weights: name patterns, each with the dimension to split.
+
     An adapter's matrix B is split if its layer is split by columns, and its matrix A is split if
     its layer is split by rows. Raises UserError if the model cannot be split.
     """

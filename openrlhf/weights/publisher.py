@@ -107,7 +107,7 @@ class WeightPublisher:
     # errors from `wait_for` that may mean that a process was lost
     failures: tuple[type[Exception], ...]
     check: Callable[[], None] | None = None  # called only once, after the first publication
-    version: int = field(default=0, init=False)  # of the weights after the launched calls
+    version: int = field(default=0, init=False)  # weights after all launched calls
     groups_made: int = field(default=0, init=False)
     group: WeightGroup | None = field(default=None, init=False)  # None without a working group
     connected: Sequence[EngineProcess] = field(default=(), init=False)  # current group's engines
@@ -227,8 +227,9 @@ class WeightPublisher:
         self.connected = receivers
 
     def _with_reports(self, error: PublicationError, receiving: Sequence[Any]) -> PublicationError:
-        """Add the engines' errors, because the sender may fail before an engine reports a failed
-        load.
+        """Return the sender's error with the engines' errors added.
+
+        The sender may fail before an engine reports a failed load.
         """
         reports = [str(error)]
         for call in receiving:

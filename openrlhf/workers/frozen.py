@@ -53,8 +53,9 @@ class RewardModelSettings:
 
 
 class RewardWorker:
-    """Trained reward models. Each model scores a finished episode with its output at the last
-    token.
+    """Trained reward models.
+
+    Each model scores a finished episode with its output at the last token.
 
     A process reward model scores each step of an episode.
     """

@@ -20,7 +20,7 @@ def pool_with(name: str, usage: Usage, constants: Constants) -> Pool:
 
 @pytest.mark.parametrize(("constants", "largest"), [(CPU, 93), (CUDA, 87)])
 def test_more_memory_is_reserved_on_a_gpu_than_on_a_cpu(constants: Constants, largest: int) -> None:
-    """Of 100 GiB, a plan may use 98 ÷ 1.05 GiB on a CPU, and 98 ÷ 1.125 GiB on a GPU."""
+    """A plan may use 98 ÷ 1.05 of 100 GiB on a CPU, and 98 ÷ 1.125 of 100 GiB on a GPU."""
     for size, fits in ((largest, True), (largest + 1, False)):
         pool = pool_with("policy", Usage(optimizer=size * GIB), constants)
         assert pool.fits == fits

@@ -1,4 +1,4 @@
-"""Which parts of an engine are asleep, with a fake vLLM."""
+"""Tests of an engine's sleeping and waking parts, with a fake vLLM."""
 
 from __future__ import annotations
 
