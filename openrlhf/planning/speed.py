@@ -112,6 +112,25 @@ def gather_seconds(size: float, cluster: Cluster, ranks: int) -> float:
     return max(inside, size / (cluster.per_node * NETWORK * 1e9))
 
 
+def layer_exchange(
+    role: ModelRole, cluster: Cluster, *, tokens: float, all_reduces: float, rounds: float
+) -> tuple[float, float]:
+    """Return the bytes that a rank exchanges inside layers for `tokens` tokens, and the seconds.
+
+    Tensor parallelism reduces the states twice per layer in each of `all_reduces` passes. In each
+    of `rounds`, a layer's keys and values travel around the ring.
+    """
+    states = role.width * tokens * role.shape.layers
+    reduced = passed_on = 0.0
+    if role.tp > 1:
+        reduced = 4 * all_reduces * states * role.shape.hidden
+    if role.sp > 1:
+        passed_on = rounds * states * 2 * role.shape.keys / role.tp * (role.sp - 1)
+    seconds = gather_seconds(reduced, cluster, role.tp)
+    seconds += gather_seconds(passed_on, cluster, role.sp)
+    return reduced + passed_on, seconds
+
+
 def training_time(role: ModelRole, cluster: Cluster, *, tokens: int, length: int) -> TrainingTime:
     """Return the time of an optimizer step over `tokens` tokens in sequences of `length`."""
     passes = 3
@@ -137,20 +156,15 @@ def training_time(role: ModelRole, cluster: Cluster, *, tokens: int, length: int
     if role.ranks == 1:
         moved = 0.0
     communication = gather_seconds(moved, cluster, role.ranks)
-    split = role.width * own * role.shape.layers
-    if role.tp > 1:  # two all-reduces per layer in forward, backward and recomputed passes
-        exchanged = (8 + 4 * again) * split * role.shape.hidden
-        moved += exchanged
-        communication += gather_seconds(exchanged, cluster, role.tp)
-    if role.sp > 1:  # keys, values and their gradients travel around the ring
-        exchanged = (3 + again) * split * 2 * role.shape.keys / role.tp * (role.sp - 1)
-        moved += exchanged
-        communication += gather_seconds(exchanged, cluster, role.sp)
+    # Forward, backward and recomputed passes; the ring's backward pass also moves the gradients.
+    exchanged, exchanging = layer_exchange(
+        role, cluster, tokens=own, all_reduces=2 + again, rounds=3 + again
+    )
     return TrainingTime(
         compute=compute,
-        communication=communication,
+        communication=communication + exchanging,
         optimizer=_offloaded_seconds(role, cluster),
-        sent_bytes=moved,
+        sent_bytes=moved + exchanged,
     )
 
 
@@ -177,13 +191,7 @@ def scoring_seconds(
     own = tokens / role.ranks
     operations = _rank_operations(role, length) + heads * head_operations(role)
     compute = own * operations / rate(cluster)
-    communication = 0.0
-    split = role.width * own * role.shape.layers
-    if role.tp > 1:
-        communication += gather_seconds(4 * split * role.shape.hidden, cluster, role.tp)
-    if role.sp > 1:
-        exchanged = split * 2 * role.shape.keys / role.tp * (role.sp - 1)
-        communication += gather_seconds(exchanged, cluster, role.sp)
+    _, communication = layer_exchange(role, cluster, tokens=own, all_reduces=1, rounds=1)
     weights = role.width * role.shape.parameters / role.tp
     passes = math.ceil(own / role.scoring.tokens)
     if role.sharded and role.shape.parameters > LIVE_PARAMETERS:  # smaller models remain gathered
