@@ -16,6 +16,7 @@ import pytest
 from torch import nn
 
 from openrlhf import termination
+from openrlhf.algorithms.kl import KLController
 from openrlhf.checkpoints.manager import CheckpointManager
 from openrlhf.checkpoints.manifest import RunState
 from openrlhf.config.learning import RLEvalConfig, RLFlags, RLTrainConfig
@@ -214,8 +215,9 @@ class OnPolicy:
         policy: Any = self.weights_made
         source: Any = Prompts()
         log: Any = self.log
-        kl: Any = SimpleNamespace(coef=None)
-        maker: Any = SimpleNamespace(annotate=annotated, credit=lambda e: (e, {}), kl=kl)
+        maker: Any = SimpleNamespace(
+            annotate=annotated, credit=lambda e: (e, {}), kl=KLController(coef=0.0)
+        )
         publisher: Any = SimpleNamespace(publish=lambda _: None)
         self.loop: Any = assemble(
             source,
