@@ -13,7 +13,7 @@ from typing import Any, Literal
 import torch
 import torch.distributed as dist
 from torch import nn
-from transformers import enable_full_determinism, set_seed
+from transformers import PretrainedConfig, enable_full_determinism, set_seed
 
 from openrlhf import rendezvous
 from openrlhf.config.flags import UserError
@@ -171,7 +171,9 @@ class FrozenModel:
         self._device = strategy.device
         sharded = config["zero_optimization"]["stage"] == 3
         with strategy.loading(config):
-            self._module = strategy.share_sequences(load()).requires_grad_(False).eval()
+            loaded: Any = load()
+            self.config: PretrainedConfig = loaded.config
+            self._module = strategy.share_sequences(loaded).requires_grad_(False).eval()
         if sharded or "tensor_parallel" in config:
             self._module = initialize(config, self._module)
             self._module.eval()  # a separate statement, because DeepSpeed's method returns None
