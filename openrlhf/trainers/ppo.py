@@ -134,12 +134,16 @@ class PPOTrainer:
         return metrics
 
     def publish(self) -> None:
-        """Publish the weights of the current step, unless the step trained only the critic.
+        """Publish the weights of the current step, unless no sample needs them.
 
-        If the process was asked to terminate, do not wait for samples and publish nothing.
+        A step that trained only the critic has not changed the weights. After the last step, only
+        an evaluation needs them. If the process was asked to terminate, do not wait for samples and
+        publish nothing.
         """
         with self.clock.part("broadcast"):
             if self.step < self.config.frozen_steps:
+                return
+            if self.source.exhausted and not self.evaluation.is_enabled:
                 return
             with self.source.publishing(self.step + 1) as is_quiet:
                 if is_quiet:

@@ -547,5 +547,20 @@ def test_weights_are_published_only_if_the_policy_has_changed(
     freezing_steps: int, published: list[int]
 ) -> None:
     weights = Nothing()
-    events([KEPT] * 3, freezing_steps=freezing_steps, weights=weights)
+    events([KEPT] * 4, freezing_steps=freezing_steps, weights=weights)
     assert weights.published == published
+
+
+@pytest.mark.parametrize(
+    ("eval_steps", "has_prompts", "published"),
+    [(-1, True, [0, 1]), (9, True, [0, 1, 2]), (9, False, [0, 1])],
+)
+def test_weights_of_the_last_step_are_published_only_for_an_evaluation(
+    eval_steps: int, has_prompts: bool, published: list[int]
+) -> None:
+    made = trainer([KEPT, KEPT], Notes(), eval_steps=eval_steps)
+    made.weights = made.maker = Nothing()
+    if not has_prompts:
+        made.evaluation.play = None
+    made.fit()
+    assert made.weights.published == published
