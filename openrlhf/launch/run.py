@@ -258,7 +258,7 @@ class Run:
         folder = EpisodeFolder(config.rollout.dump_dir)
         folder.begin(after=self.checkpoint.state.step if self.checkpoint else -1)
         identity = episode_identity(config, self.data.train) | self.start.first_start.entries
-        return DumpingGenerator(generator, folder, run=identity)
+        return DumpingGenerator(generator, folder, run=identity, required=config.rollout.only)
 
     def _make_source(
         self, generator: Generator, rewards: Stage, columns: Sequence[Stage]
