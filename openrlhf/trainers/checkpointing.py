@@ -16,7 +16,10 @@ from openrlhf.trainers.exporting import Exporting
 from openrlhf.trainers.sources import Source
 from openrlhf.workers.base import TrainedWorker
 
-SOURCE = "_source"  # the checkpoint part with the samples waiting for training
+# The parts of a checkpoint, each in a folder of its own.
+POLICY_PART = "_actor"
+CRITIC_PART = "_critic"
+SOURCE_PART = "_source"  # the samples waiting for training
 
 
 @dataclass(kw_only=True)
@@ -75,7 +78,7 @@ class Checkpointing:
         ckpt = self.config.ckpt
         if not ckpt.disable_ds:
             self._have_models(TrainedWorker.save_checkpoint, staged, "save a checkpoint")
-            self.source.save(Path(staged.engine_dir(SOURCE)) / staged.tag)
+            self.source.save(Path(staged.engine_dir(SOURCE_PART)) / staged.tag)
         if ckpt.save_hf:
             self.exporting.write_policy(staged.hf_dir, final=False)
 
@@ -84,7 +87,7 @@ class Checkpointing:
         state = checkpoint.state
         self.resumed = True
         self._have_models(TrainedWorker.load_checkpoint, checkpoint, "load the checkpoint")
-        drawn = Path(checkpoint.engine_dir(SOURCE)) / checkpoint.tag
+        drawn = Path(checkpoint.engine_dir(SOURCE_PART)) / checkpoint.tag
         self.source.resume(step=state.step, consumed=state.consumed, folder=drawn)
         if state.kl_coef is not None:
             self.kl.resume(state.kl_coef, state.kl)
@@ -105,9 +108,9 @@ class Checkpointing:
         self, method: Callable[..., None], files: StagedCheckpoint, doing: str
     ) -> None:
         """Call `method` on all trained models, to write or read their files."""
-        models = {"_actor": self.exporting.policy}
+        models = {POLICY_PART: self.exporting.policy}
         if self.exporting.critic:
-            models["_critic"] = self.exporting.critic
-        for name, model in models.items():
-            calls = model.broadcast(method, files.engine_dir(name), files.tag)
+            models[CRITIC_PART] = self.exporting.critic
+        for part, model in models.items():
+            calls = model.broadcast(method, files.engine_dir(part), files.tag)
             wait_for(calls, timeout_s=self.config.train.step_timeout, doing=doing)
