@@ -345,7 +345,7 @@ def make_stages(config: PPOConfig, groups: Mapping[str, WorkerGroup]) -> list[St
             writes="values",
             by=groups["critic"],
             method=CriticWorker.values,
-            reads=Experience.texts,
+            inputs=Experience.texts,
         )
         stages.append(values)
     if config.remote_teacher:

@@ -330,14 +330,14 @@ def is_read(command: str, path: str) -> bool:
     section, _, leaf = path.rpartition(".")
     last = section.rpartition(".")[2] or "config"
     return any(
-        (name, leaf) in reads(module)
+        (name, leaf) in attributes_read(module)
         for module in READERS[command].split()
         for name in {last} | ALSO_CALLED.get(last, set())
     )
 
 
 @cache
-def reads(module: str) -> set[tuple[str, str]]:
+def attributes_read(module: str) -> set[tuple[str, str]]:
     """Return the (name, attribute) pairs accessed in a module."""
     nodes = [
         node

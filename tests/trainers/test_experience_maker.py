@@ -352,7 +352,7 @@ def annotated(
 ) -> StepBatch:
     wanted: list[Stage] = [
         column_stage("old_logprobs"),
-        column_stage("values", reads=Experience.texts),
+        column_stage("values", inputs=Experience.texts),
     ]
     if broken is not None:
         wanted = [judges(broken, weights=WEIGHTS), *wanted]
@@ -373,7 +373,7 @@ def test_stage_is_sent_only_the_columns_that_it_reads() -> None:
 
 def test_early_stages_leave_failed_episodes_unchanged_and_in_place() -> None:
     group = [episode(0, 0, score=1.0), failed(0, 1), episode(0, 2, score=0.0, actions=0)]
-    lengths = column_stage("values", reads=Experience.texts)
+    lengths = column_stage("values", inputs=Experience.texts)
     early = EarlyStages(stages=[judges(weights=WEIGHTS), lengths], timeout_s=1.0)
     first, untouched, last = asyncio.run(early.score_group(group))
     assert untouched is group[1]
@@ -407,7 +407,7 @@ def test_column_present_in_every_episode_is_not_recomputed() -> None:
 
 def test_update_is_sent_only_the_columns_that_its_role_reads() -> None:
     batch = annotated([episode(0, 0, score=1.0), episode(0, 1, score=0.0)])
-    sent = batch.experience.only(*CriticWorker.reads)
+    sent = batch.experience.only(*CriticWorker.update_columns)
     assert sent.values is not None
     assert (sent.old_logprobs, sent.rollout_logprobs) == (None, None)
 
