@@ -119,7 +119,7 @@ class PPOTrainer:
         """
         metrics = [step_metrics(self.source, batch)]
         experience = batch.experience
-        if batch.kept:
+        if experience.num_rows:
             with self.clock.part("make_experience"):
                 experience, credit = self.maker.credit(experience)
             metrics.append(credit)
@@ -315,7 +315,8 @@ def assemble(
 
 def step_metrics(source: Source, batch: StepBatch) -> dict[str, Metric]:
     """Return a step's metrics for rollout, generation cost and dynamic filtering."""
-    metrics = rollout_metrics(batch.trajectories, batch.kept) | source.metrics() | batch.timing
+    metrics = rollout_metrics(batch.trajectories, batch.exclusions)
+    metrics |= source.metrics() | batch.timing
     if source.dynamic_filter:
         metrics["train/dynamic_filtering_pass_rate"] = pass_rate(batch.trajectories)
     return metrics

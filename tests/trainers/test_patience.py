@@ -183,7 +183,12 @@ class Prompts:
 
 def annotated(trajectories: list[Any]) -> StepBatch:
     experience = Experience.from_trajectories(trajectories)
-    return StepBatch(experience=experience, trajectories=trajectories, kept=trajectories, timing={})
+    return StepBatch(
+        experience=experience,
+        trajectories=trajectories,
+        exclusions=[None] * len(trajectories),
+        timing={},
+    )
 
 
 class OnPolicy:
