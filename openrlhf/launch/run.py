@@ -4,7 +4,6 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
 
 from openrlhf.checkpoints.manager import CheckpointManager
 from openrlhf.checkpoints.manifest import Checkpoint, RunState
@@ -16,8 +15,9 @@ from openrlhf.core.trajectory import Trajectory
 from openrlhf.launch import settings
 from openrlhf.launch.agents import make_agents
 from openrlhf.launch.identity import episode_identity
-from openrlhf.launch.processes import Processes, connect_hosts
+from openrlhf.launch.processes import Processes
 from openrlhf.launch.prompt_data import PromptData
+from openrlhf.launch.workers import start_workers
 from openrlhf.observability.recorder import Recorder
 from openrlhf.planning import table
 from openrlhf.planning.plan import Plan
@@ -40,9 +40,9 @@ from openrlhf.trainers.rollout_only import RolloutOnly
 from openrlhf.trainers.sources import Source, SyncSource, evaluate
 from openrlhf.trainers.stages import ColumnStage, EarlyStages, RewardStage, Stage
 from openrlhf.weights.publisher import WeightPublisher
-from openrlhf.workers.base import RoleSettings, TrainedWorker
+from openrlhf.workers.base import TrainedWorker
 from openrlhf.workers.critic import CriticWorker
-from openrlhf.workers.frozen import ReferenceWorker, RewardWorker
+from openrlhf.workers.frozen import ReferenceWorker
 from openrlhf.workers.policy import PolicyWorker
 
 
@@ -91,7 +91,12 @@ class Run:
                 self.reward = self.ends.enter_context(reward)
             if self.fleet:
                 self._start_engines(self.fleet)
-            groups = self._start_workers()
+            groups = start_workers(
+                self.config,
+                self.processes.hosts,
+                prompts=len(self.data.train),
+                log_dir=self.log_dir,
+            )
             self._check_room(groups)
             if self.fleet:
                 self.fleet.wait()
@@ -113,45 +118,6 @@ class Run:
         fleet.start(engine, log_dir=self.log_dir, timeout_s=config.train.setup_timeout)
         if fleet.hosts:  # an engine allocates its memory before the models are loaded
             fleet.wait()
-
-    def _start_workers(self) -> dict[str, WorkerGroup]:
-        """Connect the processes of every host group, and load all models.
-
-        Returns the worker groups by role.
-        """
-        config = self.config
-        for hosts in self.processes.hosts:
-            connect_hosts(config, hosts, log_dir=self.log_dir)
-        workers = self._workers()
-        groups: dict[str, WorkerGroup] = {}
-        created: list[Call] = []
-        for hosts in self.processes.hosts:
-            for role in hosts.group.roles:
-                worker, worker_settings = workers[role]
-                groups[role] = WorkerGroup(
-                    hosts, role, attention_length=settings.attention_length_of(worker_settings)
-                )
-                created += groups[role].create(worker, worker_settings)
-        wait_for(created, timeout_s=config.train.setup_timeout, doing="load the models")
-        return groups
-
-    def _workers(self) -> dict[str, tuple[type, Any]]:
-        """Return the worker class and settings for each role."""
-        config = self.config
-        prompts = len(self.data.train)
-        policy = config.actor.model_name_or_path
-        critic = config.critic.model_name_or_path or ""
-        policy_steps = settings.optimizer_steps(config, prompts, after=config.frozen_steps)
-        critic_steps = settings.optimizer_steps(config, prompts)
-        reference = settings.load_spec(config, policy)
-        teacher = settings.load_spec(config, config.local_teacher or "")
-        return {
-            "actor": (PolicyWorker, settings.trained_settings(config, policy, policy_steps)),
-            "ref": (ReferenceWorker, RoleSettings(config=config, load=reference)),
-            "teacher": (ReferenceWorker, RoleSettings(config=config, load=teacher)),
-            "critic": (CriticWorker, settings.trained_settings(config, critic, critic_steps)),
-            "reward": (RewardWorker, settings.reward_settings(config)),
-        }
 
     def _check_room(self, groups: Mapping[str, WorkerGroup]) -> None:
         """Print a notice if the disk is too small for all checkpoints.

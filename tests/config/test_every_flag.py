@@ -89,13 +89,14 @@ READERS = {
     "train_kto": f"{TRAINING} trainers.kto trainers.preference data.rows data.feedback data.sft",
     "train_prm": f"{TRAINING} trainers.process_reward data.steps",
     "train_kd": f"{TRAINING} trainers.distill trainers.sft data.rows data.sft data.first_look",
-    "train_ppo_ray": "launch.start launch.reinforcement launch.run launch.prompt_data "
-    "launch.processes launch.agents agents.play trainers.ppo trainers.evaluation "
-    "trainers.checkpointing trainers.exporting trainers.model_update trainers.experience_maker "
-    "rewards.rule rewards.function rewards.preview observability.recorder "
-    "observability.trackers data.rows data.prompts data.first_look trainers.sources "
-    "trainers.async_source trainers.stages models.adapters workers.base workers.policy "
-    "workers.critic workers.frozen checkpoints.manager rollout.fleet cluster.placement",
+    "train_ppo_ray": "launch.start launch.reinforcement launch.run launch.workers "
+    "launch.prompt_data launch.processes launch.agents agents.play trainers.ppo "
+    "trainers.evaluation trainers.checkpointing trainers.exporting trainers.model_update "
+    "trainers.experience_maker rewards.rule rewards.function rewards.preview "
+    "observability.recorder observability.trackers data.rows data.prompts data.first_look "
+    "trainers.sources trainers.async_source trainers.stages models.adapters workers.base "
+    "workers.policy workers.critic workers.frozen checkpoints.manager rollout.fleet "
+    "cluster.placement",
     "serve_rm": "serving.server serving.scorer models.loading",
     "eval": "evaluation.runs evaluation.processes trainers.reward trainers.sources trainers.stages "
     "workers.frozen launch.prompt_data launch.processes launch.agents agents.play "
