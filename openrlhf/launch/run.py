@@ -10,13 +10,13 @@ from openrlhf.checkpoints.manifest import Checkpoint, RunState
 from openrlhf.checks import report
 from openrlhf.cluster.worker_group import Call, WorkerError, WorkerGroup, wait_for
 from openrlhf.config.ppo import PPOConfig
-from openrlhf.core.batches import Experience
 from openrlhf.core.trajectory import Trajectory
 from openrlhf.launch import settings
 from openrlhf.launch.agents import make_agents
 from openrlhf.launch.identity import episode_identity
 from openrlhf.launch.processes import Processes
 from openrlhf.launch.prompt_data import PromptData
+from openrlhf.launch.stages import make_stages
 from openrlhf.launch.workers import start_workers
 from openrlhf.observability.recorder import Recorder
 from openrlhf.planning import table
@@ -35,15 +35,11 @@ from openrlhf.trainers.engine_comparison import EngineComparison
 from openrlhf.trainers.evaluation import Evaluate
 from openrlhf.trainers.experience_maker import ExperienceMaker
 from openrlhf.trainers.ppo import PPOTrainer, assemble
-from openrlhf.trainers.remote_teacher import RemoteTeacher, RemoteTeacherStage
 from openrlhf.trainers.rollout_only import RolloutOnly
 from openrlhf.trainers.sources import Source, SyncSource, evaluate
-from openrlhf.trainers.stages import ColumnStage, EarlyStages, RewardStage, Stage
+from openrlhf.trainers.stages import EarlyStages, Stage
 from openrlhf.weights.publisher import WeightPublisher
 from openrlhf.workers.base import TrainedWorker
-from openrlhf.workers.critic import CriticWorker
-from openrlhf.workers.frozen import ReferenceWorker
-from openrlhf.workers.policy import PolicyWorker
 
 
 @dataclass(eq=False, repr=False)
@@ -138,14 +134,10 @@ class Run:
     def _make_trainer(self, groups: dict[str, WorkerGroup]) -> PPOTrainer | RolloutOnly:
         config = self.config
         generator = self._make_generator()
-        rewards = RewardStage(workers=groups.get("reward"), reward=config.reward)
-        columns = make_stages(config, groups)
-        source = self._make_source(generator, rewards, columns)
+        stages = make_stages(config, groups)
+        source = self._make_source(generator, stages.of_prompt)
         self.ends.callback(source.close)
-        stages = columns
-        if not rewards_come_early(config):
-            stages = [rewards, *columns]
-        maker = ExperienceMaker(config, stages)
+        maker = ExperienceMaker(config, stages.of_batch)
         if config.rollout.only:
             return RolloutOnly(source, maker, self.recorder)
         return assemble(
@@ -154,7 +146,7 @@ class Run:
             self._make_publisher(groups["actor"]),
             policy=groups["actor"],
             critic=groups.get("critic"),
-            play=self._make_play(generator, rewards),
+            play=self._make_play(generator, stages.rewards),
             pretraining=self.data.pretraining,
             manager=self.checkpoints,
             tokenizer=self.data.tokenizer,
@@ -226,23 +218,13 @@ class Run:
         identity = episode_identity(config, self.data.train) | self.start.first_start.entries
         return DumpingGenerator(generator, folder, run=identity, required=config.rollout.only)
 
-    def _make_source(
-        self, generator: Generator, rewards: Stage, columns: Sequence[Stage]
-    ) -> Source:
-        """Return the episode source.
-
-        Before a batch is complete, the source also runs the stages that need only one prompt's
-        samples.
-        """
+    def _make_source(self, generator: Generator, stages: Sequence[Stage]) -> Source:
+        """Return the episode source, which runs `stages` on the samples of each prompt."""
         config = self.config
-        early: list[Stage] = []
-        if rewards_come_early(config):
-            early.append(rewards)
-        if config.train.async_enable:
-            early += [stage for stage in columns if not _asks_policy(stage)]
         score_group = unchanged
-        if early:
-            score_group = EarlyStages(stages=early, timeout_s=config.train.step_timeout).score_group
+        if stages:
+            early = EarlyStages(stages=stages, timeout_s=config.train.step_timeout)
+            score_group = early.score_group
         prompts = self.data.train
         sampling = settings.train_sampling(config)
         if config.train.async_enable:
@@ -282,48 +264,3 @@ class Run:
             return scored.score(episodes)
 
         return play
-
-
-def rewards_come_early(config: PPOConfig) -> bool:
-    """Return whether a prompt is scored as soon as its samples have finished.
-
-    Dynamic filtering needs the rewards early. In an asynchronous run, scoring overlaps with
-    training.
-    """
-    return config.train.async_enable or config.algo.dynamic_filtering_enable
-
-
-def make_stages(config: PPOConfig, groups: Mapping[str, WorkerGroup]) -> list[Stage]:
-    """Return the stages that compute the columns needed by the update."""
-    stages: list[Stage] = []
-    policy = groups.get("actor")
-    if policy and settings.needs_old_logprobs(config):
-        stages.append(ColumnStage(writes="old_logprobs", by=policy, method=PolicyWorker.logprobs))
-    if policy and config.algo.kl.init_coef and not config.has_reference:
-        method = PolicyWorker.reference_logprobs  # uses the policy with its adapter disabled
-        stages.append(ColumnStage(writes="ref_logprobs", by=policy, method=method))
-    for role, column in (("ref", "ref_logprobs"), ("teacher", "teacher_logprobs")):
-        if role in groups:
-            stage = ColumnStage(writes=column, by=groups[role], method=ReferenceWorker.logprobs)
-            stages.append(stage)
-    if "critic" in groups:
-        values = ColumnStage(
-            writes="values",
-            by=groups["critic"],
-            method=CriticWorker.values,
-            inputs=Experience.texts,
-        )
-        stages.append(values)
-    if config.remote_teacher:
-        stages.append(RemoteTeacherStage(RemoteTeacher.named(config.remote_teacher)))
-    return stages
-
-
-def _asks_policy(stage: Stage) -> bool:
-    """Return whether the policy computes this stage's column.
-
-    The policy cannot score rows while it is being updated. π_old is the policy at the start of the
-    update. The critic scores samples when they have finished, so V may come from an older critic
-    than the one at the start of the update.
-    """
-    return isinstance(stage, ColumnStage) and stage.by.role == "actor"

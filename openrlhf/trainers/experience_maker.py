@@ -87,9 +87,9 @@ def _own_exclusion(trajectory: Trajectory) -> Exclusion | None:
 class ExperienceMaker:
     """Adds model-computed columns to a batch and assigns credit to its tokens.
 
-    The `stages` compute the columns needed by the update. With early rewards
-    (`rewards_come_early`), the stages include no `RewardStage`, because the episodes' source has
-    already run it. `kl` holds the KL coefficient, which is fixed or adapts to a target.
+    The `stages` compute the columns needed by the update. If the episodes' source has already run
+    the `RewardStage` (`RunStages.of_prompt`), it is not one of the `stages`. `kl` holds the KL
+    coefficient, which is fixed or adapts to a target.
     """
 
     config: RLFlags

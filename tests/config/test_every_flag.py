@@ -89,7 +89,7 @@ READERS = {
     "train_kto": f"{TRAINING} trainers.kto trainers.preference data.rows data.feedback data.sft",
     "train_prm": f"{TRAINING} trainers.process_reward data.steps",
     "train_kd": f"{TRAINING} trainers.distill trainers.sft data.rows data.sft data.first_look",
-    "train_ppo_ray": "launch.start launch.reinforcement launch.run launch.workers "
+    "train_ppo_ray": "launch.start launch.reinforcement launch.run launch.stages launch.workers "
     "launch.prompt_data launch.processes launch.agents agents.play trainers.ppo "
     "trainers.evaluation trainers.checkpointing trainers.exporting trainers.model_update "
     "trainers.experience_maker rewards.rule rewards.function rewards.preview "
