@@ -71,8 +71,8 @@ class Run:
         self.reward: Reward | None = None
 
     @contextmanager
-    def started(self) -> Iterator[PPOTrainer | RolloutOnly]:
-        """Start the engines and models, and yield the trainer.
+    def started(self) -> Iterator[dict[str, WorkerGroup]]:
+        """Start the engines and models, and yield the models' worker groups by role.
 
         Raises a RolloutError that names the log files if an engine fails in the block.
         """
@@ -94,16 +94,44 @@ class Run:
                 log_dir=self.log_dir,
             )
             self._check_room(groups)
-            if self.fleet:
-                self.fleet.wait()
-            trainer = self._make_trainer(groups)
-            if self.checkpoint and isinstance(trainer, PPOTrainer):
-                trainer.resume(self.checkpoint)
             if not self.fleet:
-                yield trainer
+                yield groups
                 return
+            self.fleet.wait()
             with self.fleet.naming_logs():
-                yield trainer
+                yield groups
+
+    def make_trainer(self, groups: Mapping[str, WorkerGroup]) -> PPOTrainer:
+        """Return the training loop, which continues from the checkpoint if there is one."""
+        generator = self._make_generator()
+        stages = make_stages(self.config, groups)
+        source = self._make_source(generator, stages.of_prompt)
+        self.ends.callback(source.close)
+        trainer = assemble(
+            source,
+            ExperienceMaker(self.config, stages.of_batch),
+            self._make_publisher(groups["actor"]),
+            policy=groups["actor"],
+            critic=groups.get("critic"),
+            play=self._make_play(generator, stages.rewards),
+            pretraining=self.data.pretraining,
+            manager=self.checkpoints,
+            tokenizer=self.data.tokenizer,
+            recorder=self.recorder,
+            hosts=self.processes.hosts,
+            config=self.config,
+            start=self.start,
+        )
+        if self.checkpoint:
+            trainer.resume(self.checkpoint)
+        return trainer
+
+    def make_rollout_only(self, groups: Mapping[str, WorkerGroup]) -> RolloutOnly:
+        """Return the loop that generates and scores samples without training."""
+        stages = make_stages(self.config, groups)
+        source = self._make_source(self._make_generator(), stages.of_prompt)
+        self.ends.callback(source.close)
+        return RolloutOnly(source, ExperienceMaker(self.config, stages.of_batch), self.recorder)
 
     def _start_engines(self, fleet: Fleet) -> None:
         """Start the engines, and wait for the engines that share devices with the models."""
@@ -130,31 +158,6 @@ class Run:
             asked, timeout_s=self.config.train.setup_timeout, doing="report their checkpoint size"
         )
         report(*self.checkpoints.check_room(sum(sizes)))
-
-    def _make_trainer(self, groups: dict[str, WorkerGroup]) -> PPOTrainer | RolloutOnly:
-        config = self.config
-        generator = self._make_generator()
-        stages = make_stages(config, groups)
-        source = self._make_source(generator, stages.of_prompt)
-        self.ends.callback(source.close)
-        maker = ExperienceMaker(config, stages.of_batch)
-        if config.rollout.only:
-            return RolloutOnly(source, maker, self.recorder)
-        return assemble(
-            source,
-            maker,
-            self._make_publisher(groups["actor"]),
-            policy=groups["actor"],
-            critic=groups.get("critic"),
-            play=self._make_play(generator, stages.rewards),
-            pretraining=self.data.pretraining,
-            manager=self.checkpoints,
-            tokenizer=self.data.tokenizer,
-            recorder=self.recorder,
-            hosts=self.processes.hosts,
-            config=config,
-            start=self.start,
-        )
 
     def _make_publisher(self, policy: WorkerGroup) -> WeightPublisher:
         """Return the publisher of the policy's weights.
