@@ -168,7 +168,6 @@ class CheckpointManager:
         is copied, because users may edit it. Returns None if the checkpoint could not be saved in
         this way, for example because the file system has no hard links.
         """
-        staged: StagedCheckpoint | None = None
         try:
             self._settle()
             staged = self._stage(_tag(best.state.step), hf=Path(best.hf_dir).name in best.places)
@@ -184,8 +183,8 @@ class CheckpointManager:
                 )
             return self.commit(staged, state=best.state, metric_value=best.metric_value)
         except (OSError, CheckpointError):
-            if staged:
-                shutil.rmtree(staged.directory, ignore_errors=True)
+            with suppress(OSError):  # the next call removes the rest
+                self._settle()
             return None
 
     def commit(
