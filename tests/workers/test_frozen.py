@@ -80,3 +80,9 @@ def test_each_reward_model_balances_token_budgets_by_its_own_attention_cost(
     seen = [record_rows(model) for model in worker.models]
     worker.rewards(ROWS)
     assert seen == [BY_COST, BY_TOKENS]
+
+
+def test_frozen_model_accepts_a_module_without_a_configuration() -> None:
+    """A task in a plugin may load any module."""
+    model = FrozenModel(one_rank(RLDeepSpeedConfig()), lambda: torch.nn.Linear(2, 1))
+    assert model(torch.ones(3, 2)).shape == (3, 1)
