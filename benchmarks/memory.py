@@ -344,9 +344,9 @@ def predicted(case: Case, shape: ModelShape, constants: Constants) -> dict[Insta
             others = list(range(len(usages)))
             others.remove(active)
             if instant == Instant.LOAD:
-                rest = [memories[number].loaded() + shared for number in others]
+                rest = [memories[number].idle_before_first_step() + shared for number in others]
                 candidates.append(sum(rest[:active], usage[instant]))
-                candidates.append(sum(rest, memories[active].proved()))
+                candidates.append(sum(rest, memories[active].proof_peak()))
             else:
                 rest = [usages[number][Instant.IDLE] + shared for number in others]
                 candidates.append(sum(rest, usage[instant]))

@@ -6,6 +6,7 @@ import math
 import os
 import shutil
 from collections.abc import Iterable
+from contextlib import suppress
 from pathlib import Path
 from typing import NamedTuple
 
@@ -53,23 +54,29 @@ def write_atomically(
     """Replace the file at `path` atomically: a kill leaves either the old or the new file.
 
     `contents` is text, bytes, or an iterable of text chunks. `mode` sets the permissions; None uses
-    the umask.
+    the umask. If the new file cannot be written, for example because the disk is full, it is
+    removed and OSError is raised.
     """
     if isinstance(contents, str | bytes):
         parts = [contents]
     else:
         parts = contents
     new = path.with_name(f"{path.name}.new")
-    with open(new, "wb") as file:
-        if mode is not None:
-            os.fchmod(file.fileno(), mode)
-        for part in parts:
-            if isinstance(part, str):
-                file.write(part.encode(errors="replace"))
-            else:
-                file.write(part)
-        file.flush()
-        os.fsync(file.fileno())
+    try:
+        with open(new, "wb") as file:
+            if mode is not None:
+                os.fchmod(file.fileno(), mode)
+            for part in parts:
+                if isinstance(part, str):
+                    file.write(part.encode(errors="replace"))
+                else:
+                    file.write(part)
+            file.flush()
+            os.fsync(file.fileno())
+    except OSError:
+        with suppress(OSError):
+            new.unlink()
+        raise
     move(new, path)
 
 

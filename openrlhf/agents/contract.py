@@ -15,9 +15,9 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
 
-from openrlhf.agents.continuation import encode, encode_after
 from openrlhf.config.rollout import RuleConfig
 from openrlhf.core.trajectory import Failure
+from openrlhf.data.continuation import encode, encode_after
 from openrlhf.isolation.loading import awaited, load_function, parameters_of, plain
 from openrlhf.rewards.function import Arguments
 from openrlhf.rewards.protocol import RewardRequest, RewardResult, numbers, read_rewards

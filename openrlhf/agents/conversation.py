@@ -14,7 +14,7 @@ from typing import Any
 from transformers import PreTrainedTokenizerBase
 
 from openrlhf.agents.answers import CompletionOutput, EngineRefusal
-from openrlhf.agents.continuation import encode, encode_after
+from openrlhf.data.continuation import encode, encode_after
 from openrlhf.data.messages import Message, to_messages, with_parsed_arguments
 from openrlhf.data.templates import STAND_IN, in_common, render
 from openrlhf.data.tokenizer import most_characters

@@ -27,7 +27,6 @@ from starlette.exceptions import HTTPException
 
 from openrlhf.agents.answers import CompletionOutput, EngineRefusal
 from openrlhf.agents.chat_request import ChatRequest, TokenizeRequest, reason_of
-from openrlhf.agents.continuation import encode
 from openrlhf.agents.contract import AgentExecutorBase, Engine
 from openrlhf.agents.conversation import (
     ChatMistake,
@@ -37,6 +36,7 @@ from openrlhf.agents.conversation import (
     check_size,
     template_inputs,
 )
+from openrlhf.data.continuation import encode
 from openrlhf.data.messages import Message
 from openrlhf.rollout.sampling import SamplingParams
 

@@ -10,7 +10,8 @@ A save is written to a temporary directory, synced and hashed, renamed into plac
 renaming its manifest; only then are older checkpoints removed. Removal runs in reverse: renaming
 the manifest into a temporary directory revokes the commit, the checkpoint's directories follow, and
 the temporary directory is deleted. A directory that no manifest names is not a checkpoint:
-leftovers of this program's saves are deleted, and files of other programs are kept.
+leftovers of this program's saves are deleted, and files of other programs are kept. If both the
+best and the regular checkpoint of a step are due, their engine files are the same files on disk.
 
 Only the standard library is used. One process (rank 0, the controller) owns the manager and makes
 one save at a time. `<ckpt.path>` is on a single file system that all processes can access.
@@ -22,7 +23,7 @@ import json
 import math
 import os
 import shutil
-from collections.abc import Collection, Iterable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
@@ -141,20 +142,50 @@ class CheckpointManager:
         writable, or has less free space than the last checkpoint took.
         """
         tag = _tag(step, best=best)
+        try:
+            self.root.mkdir(parents=True, exist_ok=True)
+            self._settle()
+            self._check_space()
+            return self._stage(tag, hf=hf)
+        except OSError as error:
+            raise self._failed(tag, error) from error
+
+    def _stage(self, tag: str, *, hf: bool) -> StagedCheckpoint:
+        """Create the temporary directories for a save."""
         nonce = os.urandom(4).hex()
         places = [str(Path(part, tag)) for part in self.parts]
         if hf:
             places.append(f"{tag}_hf")
         directory = self.root / _aside_name(tag, nonce)
-        try:
-            self.root.mkdir(parents=True, exist_ok=True)
-            self._settle()
-            self._check_space()
-            for place in places:
-                (directory / place).mkdir(parents=True)
-        except OSError as error:
-            raise self._failed(tag, error) from error
+        for place in places:
+            (directory / place).mkdir(parents=True)
         return StagedCheckpoint(directory=directory, tag=tag, nonce=nonce, places=tuple(places))
+
+    def save_linked(self, best: Checkpoint) -> Checkpoint | None:
+        """Commit a regular checkpoint that shares the engine files of the same step's best one.
+
+        The files are hard links, so either checkpoint can be removed without the other. An export
+        is copied, because users may edit it. Returns None if the checkpoint could not be saved in
+        this way, for example because the file system has no hard links.
+        """
+        try:
+            self._settle()
+            staged = self._stage(_tag(best.state.step), hf=Path(best.hf_dir).name in best.places)
+            for source, target in zip(best.places, staged.places, strict=True):
+                copy: Callable[[str, str], object] = os.link
+                if source.endswith("_hf"):
+                    copy = shutil.copy2
+                shutil.copytree(
+                    self.root / source,
+                    staged.directory / target,
+                    copy_function=copy,
+                    dirs_exist_ok=True,
+                )
+            return self.commit(staged, state=best.state, metric_value=best.metric_value)
+        except (OSError, CheckpointError):
+            with suppress(OSError):  # the next call removes the rest
+                self._settle()
+            return None
 
     def commit(
         self, staged: StagedCheckpoint, *, state: RunState, metric_value: float | None = None

@@ -36,6 +36,15 @@ class Failure(StrEnum):
     ENGINE = "engine"  # the engine gave up on the sample
 
 
+class Exclusion(StrEnum):
+    """The reason why an episode of a batch is not trained on."""
+
+    FAILED = "failed"
+    FILTERED = "filtered"  # dynamic filtering rejected its prompt
+    EMPTY = "empty"  # the policy sampled no token
+    ALONE = "alone"  # no other sample of the same prompt is left to compare with
+
+
 @dataclass(frozen=True, kw_only=True)
 class Prompt:
     """A prompt drawn from the prompt dataset.

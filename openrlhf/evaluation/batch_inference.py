@@ -23,7 +23,7 @@ from openrlhf.data.prompts import AnsweredDataset, PromptDataset
 from openrlhf.data.shown import SHOWN, show_template, show_text
 from openrlhf.data.templates import encode
 from openrlhf.evaluation.comparing import given_text
-from openrlhf.evaluation.journal import Journal, start_of_request
+from openrlhf.evaluation.journal import Journal, start_of_request, writing_results
 from openrlhf.evaluation.post_processing import POST_PROCESSORS, Rows, by_input
 from openrlhf.evaluation.processes import (
     Progress,
@@ -282,7 +282,8 @@ def write_results(
             f"No pairs to write to {journal.final}. Sample several answers per prompt with "
             "--best_of_n."
         )
-    write_atomically(journal.final, map(json_line, lines))
+    with writing_results(journal.final):
+        write_atomically(journal.final, map(json_line, lines))
     recorder.display.note(
         f"Wrote {len(lines)} lines to {journal.final}. Inputs are fully rendered prompts: train "
         "with --data.input_template {}."

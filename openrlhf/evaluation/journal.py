@@ -1,8 +1,8 @@
 """Results of a command, written to disk as they arrive, so that a killed command can resume."""
 
 import json
-from collections.abc import Mapping
-from contextlib import suppress
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
@@ -47,6 +47,18 @@ def record_of(final: Path) -> Path:
     return final.with_name(f"{final.name}.request")
 
 
+@contextmanager
+def writing_results(path: Path) -> Iterator[None]:
+    """Convert OSErrors to DataErrors, which say that the journal keeps the finished rows."""
+    try:
+        yield
+    except OSError as error:
+        raise DataError(
+            f"--output_path: cannot write {path}: {error.strerror or error}. The rows finished so "
+            "far are kept. Free disk space, and run the same command again to continue."
+        ) from error
+
+
 class Journal:
     """Partial results by row number, in a file beside the final file.
 
@@ -55,8 +67,8 @@ class Journal:
     is dropped. At the end, the identity and the request are kept in a record beside the final file.
 
     If the final file was written by a command with a different identity, it is moved aside. Raises
-    DataError if the final file has the same identity or no record, or if the journal has a
-    different identity.
+    DataError if the final file has the same identity or no record, if the journal has a different
+    identity, or if a file cannot be written.
     """
 
     def __init__(self, final: Path, identity: Mapping[str, Any], *, request: str = "") -> None:
@@ -106,9 +118,11 @@ class Journal:
 
     def finish(self) -> None:
         """Write the record of the completed final file, and delete the journal."""
-        write_atomically(record_of(self.final), json_line(self._header))
+        record = record_of(self.final)
+        with writing_results(record):
+            write_atomically(record, json_line(self._header))
         self.path.unlink()
 
     def _write(self, content: Any) -> None:
-        with self.path.open("ab") as file:
+        with writing_results(self.path), self.path.open("ab") as file:
             file.write(json_line(content).encode(errors="replace"))

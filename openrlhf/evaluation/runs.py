@@ -14,6 +14,7 @@ from openrlhf.agents.play import AgentEpisodes
 from openrlhf.checks import collect, loaded, report
 from openrlhf.config.evaluation import EvaluationConfig
 from openrlhf.core.trajectory import Trajectory
+from openrlhf.data.continuation import encode_after
 from openrlhf.data.errors import check_columns, text_of
 from openrlhf.data.feedback import PreferenceDataset
 from openrlhf.data.first_look import TextFormat, texts_of
@@ -132,7 +133,7 @@ def run_win_rate(config: EvaluationConfig) -> None:
     other = model
     written: list[list[int]] | None = None
     if config.against.answer_key:
-        written = read_answers(config, model.tokenizer, config.against.answer_key)
+        written = read_answers(config, model, config.against.answer_key)
     else:
         other = read_candidate(config, "against")
     judge = None
@@ -208,15 +209,21 @@ def read_rows(config: EvaluationConfig) -> Table:
     )
 
 
-def read_answers(
-    config: EvaluationConfig, tokenizer: PreTrainedTokenizerBase, column: str
-) -> list[list[int]]:
-    """Tokenize the answers in a column, each with an eos token. Raises DataError."""
+def read_answers(config: EvaluationConfig, model: Candidate, column: str) -> list[list[int]]:
+    """Tokenize the answers in a column, each with an eos token. Raises DataError.
+
+    An answer is tokenized as the continuation of its prompt, as in training.
+    """
     rows = read_rows(config)
     check_columns(rows, {"--against.answer_key": column})
-    texts = [text_of(row, column) for row in rows if isinstance(row, dict)]
+    tokenizer = model.tokenizer
     end = cast(int, tokenizer.eos_token_id)
-    return [[*tokens, end] for tokens in tokenizer(texts, add_special_tokens=False)["input_ids"]]
+    answers: list[list[int]] = []
+    for number, row in enumerate(rows):
+        text = text_of(cast(Mapping[str, object], row), column)
+        answer = encode_after(tokenizer, model.prompts[number].tokens, text)
+        answers.append([*answer.tokens, end])
+    return answers
 
 
 class Evaluation:

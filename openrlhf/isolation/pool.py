@@ -111,7 +111,7 @@ class ProcessPool:
                 raise
         warn_once(
             "User code calls that lost their process, were blocked, or ran out of memory next to "
-            "other calls are retried, each in a process of its own."
+            "other calls are retried, each in its own process."
         )
         return await self._alone.run(call, setup)
 

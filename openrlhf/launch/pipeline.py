@@ -173,7 +173,7 @@ class Pipeline:
         return [
             f"it reads {place} from its own folder, which is moved aside before the stage runs. "
             "Move the file to another folder."
-            for place in stage.reads
+            for place in stage.input_paths
             if Path(place).resolve().is_relative_to(folder)
         ]
 
@@ -242,10 +242,10 @@ class Pipeline:
         for later in self.stages[self.stages.index(stage) + 1 :]:
             if later.command not in STAGE_COMMANDS:
                 continue
-            reads = {path for path, value in later.values.items() if str(value) == reference}
-            if reads & TRAINED and "ckpt.export_fp32" in flags_of(later.root):
+            flags = {path for path, value in later.values.items() if str(value) == reference}
+            if flags & TRAINED and "ckpt.export_fp32" in flags_of(later.root):
                 return True
-            if reads & MERGED and self.is_trained_further(later):
+            if flags & MERGED and self.is_trained_further(later):
                 return True
         return False
 
@@ -260,7 +260,7 @@ class Pipeline:
                 inputs[f"--{path}"] = hide(value)
         inputs["command"] = stage.command
         inputs["run"] = without_secrets(stage.run)
-        for place in stage.reads:
+        for place in stage.input_paths:
             inputs[place] = content_of(Path(place))
         for name in stage.uses:
             inputs[f"${{{name}}}"] = self.finished.get(name)

@@ -57,7 +57,7 @@ class Stage:
         return dict(leaves(self.flags, flags_of(self.root), ""))
 
     @property
-    def reads(self) -> list[str]:
+    def input_paths(self) -> list[str]:
         """The files and the model or data folders named by the stage."""
         found = [word for word in shlex.split(self.run) if isfile(word)]
         for path, value in self.values.items():

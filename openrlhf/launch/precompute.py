@@ -38,7 +38,8 @@ def with_reference(task: Any, rows: Rows, engine: TrainEngine) -> Scored:
     """Return the rows, with Σ log π_ref of each answer. Collective.
 
     The sums are read from the file of an earlier run with the same rows and reference model. If
-    there is no such file, the sums are computed and written to a file.
+    there is no such file, the sums are computed and written to a file. If the file cannot be
+    written, for example because the disk is full, a notice is printed.
     """
     strategy = engine.strategy
     reference = task.config.ref.model_name_or_path or task.config.model.model_name_or_path
@@ -54,8 +55,15 @@ def with_reference(task: Any, rows: Rows, engine: TrainEngine) -> Scored:
         return Scored(rows, sums)
     sums = reference_sums(task, rows, engine)
     if strategy.is_main:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        write_atomically(path, json.dumps(sums))
+        try:
+            path.parent.mkdir(parents=True, exist_ok=True)
+            write_atomically(path, json.dumps(sums))
+        except OSError as error:
+            notice(
+                f"Cannot store the reference log-probabilities in {path}: "
+                f"{error.strerror or error}. The run continues, but another run must compute them "
+                "again."
+            )
     return Scored(rows, sums)
 
 

@@ -36,7 +36,7 @@ from openrlhf.rewards.preview import check_reward, check_reward_file
 from openrlhf.rewards.remote_engines import offer_engines
 from openrlhf.rollout.engine_check import check_engine_args
 from openrlhf.rollout.engine_settings import Device
-from openrlhf.trainers.checkpointing import SOURCE
+from openrlhf.trainers.checkpointing import SOURCE_PART
 from openrlhf.trainers.remote_teacher import RemoteTeacher
 
 MORE_STEPS = (
@@ -114,7 +114,7 @@ def find_checkpoint(config: PPOConfig) -> tuple[CheckpointManager, Checkpoint | 
     """Return the manager of --ckpt.path, and the checkpoint to resume, if any."""
     parts = list(settings.state_layouts(config))
     if config.train.async_enable:
-        parts.append(SOURCE)
+        parts.append(SOURCE_PART)
     checkpoints = CheckpointManager(config.ckpt, parts)
     if not config.ckpt.load_enable:
         return checkpoints, None

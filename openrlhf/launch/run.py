@@ -4,20 +4,20 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
 
 from openrlhf.checkpoints.manager import CheckpointManager
 from openrlhf.checkpoints.manifest import Checkpoint, RunState
 from openrlhf.checks import report
 from openrlhf.cluster.worker_group import Call, WorkerError, WorkerGroup, wait_for
 from openrlhf.config.ppo import PPOConfig
-from openrlhf.core.batches import Experience
 from openrlhf.core.trajectory import Trajectory
 from openrlhf.launch import settings
 from openrlhf.launch.agents import make_agents
 from openrlhf.launch.identity import episode_identity
-from openrlhf.launch.processes import Processes, connect_hosts
+from openrlhf.launch.processes import Processes
 from openrlhf.launch.prompt_data import PromptData
+from openrlhf.launch.stages import make_stages
+from openrlhf.launch.workers import start_workers
 from openrlhf.observability.recorder import Recorder
 from openrlhf.planning import table
 from openrlhf.planning.plan import Plan
@@ -35,15 +35,11 @@ from openrlhf.trainers.engine_comparison import EngineComparison
 from openrlhf.trainers.evaluation import Evaluate
 from openrlhf.trainers.experience_maker import ExperienceMaker
 from openrlhf.trainers.ppo import PPOTrainer, assemble
-from openrlhf.trainers.remote_teacher import RemoteTeacher, RemoteTeacherStage
 from openrlhf.trainers.rollout_only import RolloutOnly
 from openrlhf.trainers.sources import Source, SyncSource, evaluate
-from openrlhf.trainers.stages import ColumnStage, EarlyStages, RewardStage, Stage
+from openrlhf.trainers.stages import EarlyStages, Stage
 from openrlhf.weights.publisher import WeightPublisher
-from openrlhf.workers.base import RoleSettings, TrainedWorker
-from openrlhf.workers.critic import CriticWorker
-from openrlhf.workers.frozen import ReferenceWorker, RewardWorker
-from openrlhf.workers.policy import PolicyWorker
+from openrlhf.workers.base import TrainedWorker
 
 
 @dataclass(eq=False, repr=False)
@@ -75,8 +71,8 @@ class Run:
         self.reward: Reward | None = None
 
     @contextmanager
-    def started(self) -> Iterator[PPOTrainer | RolloutOnly]:
-        """Start the engines and models, and yield the trainer.
+    def started(self) -> Iterator[dict[str, WorkerGroup]]:
+        """Start the engines and models, and yield the models' worker groups by role.
 
         Raises a RolloutError that names the log files if an engine fails in the block.
         """
@@ -91,18 +87,51 @@ class Run:
                 self.reward = self.ends.enter_context(reward)
             if self.fleet:
                 self._start_engines(self.fleet)
-            groups = self._start_workers()
+            groups = start_workers(
+                self.config,
+                self.processes.hosts,
+                prompts=len(self.data.train),
+                log_dir=self.log_dir,
+            )
             self._check_room(groups)
-            if self.fleet:
-                self.fleet.wait()
-            trainer = self._make_trainer(groups)
-            if self.checkpoint and isinstance(trainer, PPOTrainer):
-                trainer.resume(self.checkpoint)
             if not self.fleet:
-                yield trainer
+                yield groups
                 return
+            self.fleet.wait()
             with self.fleet.naming_logs():
-                yield trainer
+                yield groups
+
+    def make_trainer(self, groups: Mapping[str, WorkerGroup]) -> PPOTrainer:
+        """Return the training loop, which continues from the checkpoint if there is one."""
+        generator = self._make_generator()
+        stages = make_stages(self.config, groups)
+        source = self._make_source(generator, stages.of_prompt)
+        self.ends.callback(source.close)
+        trainer = assemble(
+            source,
+            ExperienceMaker(self.config, stages.of_batch),
+            self._make_publisher(groups["actor"]),
+            policy=groups["actor"],
+            critic=groups.get("critic"),
+            play=self._make_play(generator, stages.rewards),
+            pretraining=self.data.pretraining,
+            manager=self.checkpoints,
+            tokenizer=self.data.tokenizer,
+            recorder=self.recorder,
+            hosts=self.processes.hosts,
+            config=self.config,
+            start=self.start,
+        )
+        if self.checkpoint:
+            trainer.resume(self.checkpoint)
+        return trainer
+
+    def make_rollout_only(self, groups: Mapping[str, WorkerGroup]) -> RolloutOnly:
+        """Return the loop that generates and scores samples without training."""
+        stages = make_stages(self.config, groups)
+        source = self._make_source(self._make_generator(), stages.of_prompt)
+        self.ends.callback(source.close)
+        return RolloutOnly(source, ExperienceMaker(self.config, stages.of_batch), self.recorder)
 
     def _start_engines(self, fleet: Fleet) -> None:
         """Start the engines, and wait for the engines that share devices with the models."""
@@ -113,45 +142,6 @@ class Run:
         fleet.start(engine, log_dir=self.log_dir, timeout_s=config.train.setup_timeout)
         if fleet.hosts:  # an engine allocates its memory before the models are loaded
             fleet.wait()
-
-    def _start_workers(self) -> dict[str, WorkerGroup]:
-        """Connect the processes of every host group, and load all models.
-
-        Returns the worker groups by role.
-        """
-        config = self.config
-        for hosts in self.processes.hosts:
-            connect_hosts(config, hosts, log_dir=self.log_dir)
-        workers = self._workers()
-        groups: dict[str, WorkerGroup] = {}
-        created: list[Call] = []
-        for hosts in self.processes.hosts:
-            for role in hosts.group.roles:
-                worker, worker_settings = workers[role]
-                groups[role] = WorkerGroup(
-                    hosts, role, attention_length=settings.attention_length_of(worker_settings)
-                )
-                created += groups[role].create(worker, worker_settings)
-        wait_for(created, timeout_s=config.train.setup_timeout, doing="load the models")
-        return groups
-
-    def _workers(self) -> dict[str, tuple[type, Any]]:
-        """Return the worker class and settings for each role."""
-        config = self.config
-        prompts = len(self.data.train)
-        policy = config.actor.model_name_or_path
-        critic = config.critic.model_name_or_path or ""
-        policy_steps = settings.optimizer_steps(config, prompts, after=config.frozen_steps)
-        critic_steps = settings.optimizer_steps(config, prompts)
-        reference = settings.load_spec(config, policy)
-        teacher = settings.load_spec(config, config.local_teacher or "")
-        return {
-            "actor": (PolicyWorker, settings.trained_settings(config, policy, policy_steps)),
-            "ref": (ReferenceWorker, RoleSettings(config=config, load=reference)),
-            "teacher": (ReferenceWorker, RoleSettings(config=config, load=teacher)),
-            "critic": (CriticWorker, settings.trained_settings(config, critic, critic_steps)),
-            "reward": (RewardWorker, settings.reward_settings(config)),
-        }
 
     def _check_room(self, groups: Mapping[str, WorkerGroup]) -> None:
         """Print a notice if the disk is too small for all checkpoints.
@@ -168,35 +158,6 @@ class Run:
             asked, timeout_s=self.config.train.setup_timeout, doing="report their checkpoint size"
         )
         report(*self.checkpoints.check_room(sum(sizes)))
-
-    def _make_trainer(self, groups: dict[str, WorkerGroup]) -> PPOTrainer | RolloutOnly:
-        config = self.config
-        generator = self._make_generator()
-        rewards = RewardStage(workers=groups.get("reward"), reward=config.reward)
-        columns = make_stages(config, groups)
-        source = self._make_source(generator, rewards, columns)
-        self.ends.callback(source.close)
-        stages = columns
-        if not rewards_come_early(config):
-            stages = [rewards, *columns]
-        maker = ExperienceMaker(config, stages)
-        if config.rollout.only:
-            return RolloutOnly(source, maker, self.recorder)
-        return assemble(
-            source,
-            maker,
-            self._make_publisher(groups["actor"]),
-            policy=groups["actor"],
-            critic=groups.get("critic"),
-            play=self._make_play(generator, rewards),
-            pretraining=self.data.pretraining,
-            manager=self.checkpoints,
-            tokenizer=self.data.tokenizer,
-            recorder=self.recorder,
-            hosts=self.processes.hosts,
-            config=config,
-            start=self.start,
-        )
 
     def _make_publisher(self, policy: WorkerGroup) -> WeightPublisher:
         """Return the publisher of the policy's weights.
@@ -258,25 +219,15 @@ class Run:
         folder = EpisodeFolder(config.rollout.dump_dir)
         folder.begin(after=self.checkpoint.state.step if self.checkpoint else -1)
         identity = episode_identity(config, self.data.train) | self.start.first_start.entries
-        return DumpingGenerator(generator, folder, run=identity)
+        return DumpingGenerator(generator, folder, run=identity, required=config.rollout.only)
 
-    def _make_source(
-        self, generator: Generator, rewards: Stage, columns: Sequence[Stage]
-    ) -> Source:
-        """Return the episode source.
-
-        Before a batch is complete, the source also runs the stages that need only one prompt's
-        samples.
-        """
+    def _make_source(self, generator: Generator, stages: Sequence[Stage]) -> Source:
+        """Return the episode source, which runs `stages` on the samples of each prompt."""
         config = self.config
-        early: list[Stage] = []
-        if rewards_come_early(config):
-            early.append(rewards)
-        if config.train.async_enable:
-            early += [stage for stage in columns if not _asks_policy(stage)]
         score_group = unchanged
-        if early:
-            score_group = EarlyStages(stages=early, timeout_s=config.train.step_timeout).score_group
+        if stages:
+            early = EarlyStages(stages=stages, timeout_s=config.train.step_timeout)
+            score_group = early.score_group
         prompts = self.data.train
         sampling = settings.train_sampling(config)
         if config.train.async_enable:
@@ -316,48 +267,3 @@ class Run:
             return scored.score(episodes)
 
         return play
-
-
-def rewards_come_early(config: PPOConfig) -> bool:
-    """Return whether a prompt is scored as soon as its samples have finished.
-
-    Dynamic filtering needs the rewards early. In an asynchronous run, scoring overlaps with
-    training.
-    """
-    return config.train.async_enable or config.algo.dynamic_filtering_enable
-
-
-def make_stages(config: PPOConfig, groups: Mapping[str, WorkerGroup]) -> list[Stage]:
-    """Return the stages that compute the columns needed by the update."""
-    stages: list[Stage] = []
-    policy = groups.get("actor")
-    if policy and settings.needs_old_logprobs(config):
-        stages.append(ColumnStage(writes="old_logprobs", by=policy, method=PolicyWorker.logprobs))
-    if policy and config.algo.kl.init_coef and not config.has_reference:
-        method = PolicyWorker.reference_logprobs  # uses the policy with its adapter disabled
-        stages.append(ColumnStage(writes="ref_logprobs", by=policy, method=method))
-    for role, column in (("ref", "ref_logprobs"), ("teacher", "teacher_logprobs")):
-        if role in groups:
-            stage = ColumnStage(writes=column, by=groups[role], method=ReferenceWorker.logprobs)
-            stages.append(stage)
-    if "critic" in groups:
-        values = ColumnStage(
-            writes="values",
-            by=groups["critic"],
-            method=CriticWorker.values,
-            reads=Experience.texts,
-        )
-        stages.append(values)
-    if config.remote_teacher:
-        stages.append(RemoteTeacherStage(RemoteTeacher.named(config.remote_teacher)))
-    return stages
-
-
-def _asks_policy(stage: Stage) -> bool:
-    """Return whether the policy computes this stage's column.
-
-    The policy cannot score rows while it is being updated. π_old is the policy at the start of the
-    update. The critic scores samples when they have finished, so V may come from an older critic
-    than the one at the start of the update.
-    """
-    return isinstance(stage, ColumnStage) and stage.by.role == "actor"

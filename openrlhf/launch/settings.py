@@ -18,6 +18,7 @@ from openrlhf.models.loading import LoadSpec, configuration
 from openrlhf.rollout.engine_settings import Device, EngineSettings
 from openrlhf.rollout.generator import SamplingSpec
 from openrlhf.rollout.sampling import SamplingParams
+from openrlhf.trainers.checkpointing import CRITIC_PART, POLICY_PART
 from openrlhf.trainers.engine_comparison import Probe
 from openrlhf.weights.transport import Transport
 from openrlhf.workers.base import MicroBatchLimits, RoleSettings
@@ -204,9 +205,9 @@ def inference_sampling(config: BatchInferenceConfig) -> SamplingSpec:
 
 def state_layouts(config: PPOConfig) -> dict[str, StateLayout]:
     """Return the state layout of each trained model, keyed by checkpoint part."""
-    roles: dict[str, ActorConfig | CriticConfig] = {"_actor": config.actor}
+    roles: dict[str, ActorConfig | CriticConfig] = {POLICY_PART: config.actor}
     if config.estimator_traits.needs_critic:
-        roles["_critic"] = config.critic
+        roles[CRITIC_PART] = config.critic
     layouts: dict[str, StateLayout] = {}
     for part, role in roles.items():
         layouts[part] = StateLayout(

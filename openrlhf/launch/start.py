@@ -76,7 +76,10 @@ def attempt_run(
     importing_processes: Future[type[Processes]],
     importing_prepare: Future[Prepare],
 ) -> None:
-    """Prepare a run, train it, and stop its processes. Raises WorkerError."""
+    """Prepare a run, train on its episodes or only generate them, and stop its processes.
+
+    Raises WorkerError.
+    """
     processes_class = importing_processes.result()
     with closing(processes_class(plan, config.ds)) as processes:
         # While reading data, do not hold GPUs that other jobs may need.
@@ -86,8 +89,11 @@ def attempt_run(
         run = prepare(config, processes)
         if run is None:
             return
-        with loss.closing(run.recorder.close), run.started() as trainer:
-            trainer.fit()
+        with loss.closing(run.recorder.close), run.started() as models:
+            if config.rollout.only:
+                run.make_rollout_only(models).fit()
+            else:
+                run.make_trainer(models).fit()
             loss.finished = True
 
 

@@ -13,7 +13,7 @@ from transformers import PretrainedConfig
 
 
 def attention_length(config: PretrainedConfig) -> int | None:
-    """Return A, the length in tokens at which attention costs as much as products with weights.
+    """Return A, the length in tokens at which attention costs as much as the weights' products.
 
     N counts only the weights that a token uses, including its experts and the output layer. L
     counts only layers with full attention, because sliding windows and linear attention cost the

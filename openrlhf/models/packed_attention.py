@@ -5,8 +5,8 @@ scaled-dot-product call.
 
 The function is registered with Transformers under a name that is absent from the mask registry, so
 that no mask is built. The document boundaries are passed through the keyword arguments of
-`model.forward`. The cost is the sum of the documents' costs, not the cost of one sequence as long
-as the row.
+`model.forward`. The cost is the sum of the documents' costs, not that of a single sequence of the
+row's length.
 """
 
 import inspect

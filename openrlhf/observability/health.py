@@ -1,7 +1,7 @@
-"""Notices about runs that do not learn or become unstable, from rules over the logged numbers.
+"""Notices about runs that do not learn or become unstable, from rules over the metrics.
 
-The terminal and report.html show the same notices, because all notices come from metrics.jsonl.
-Each problem is reported once per run.
+A running command checks every step. report.html and a resumed run check the steps in metrics.jsonl,
+which are all steps unless --logger.logging_steps is above 1. Each problem is reported once per run.
 """
 
 import math

@@ -78,10 +78,15 @@ class Recorder:
             reporting.notice(f"This run resumes with changed flags: {', '.join(changed)}.")
 
     def step(self, step: int, values: Mapping[str, float]) -> None:
-        """Log the metrics of a training step."""
-        if step % self.logging_steps == 0:
+        """Check the metrics of a training step, and log them if the step is due.
+
+        A step with a notice is always logged, so that the run folder has the notice's numbers.
+        """
+        notices = self.health.see(step, values)
+        if notices or step % self.logging_steps == 0:
             self.display.step(step, values)
-            self.log(step, values)
+            self._write(step, values)
+        self._show_notices(notices)
 
     def evaluation(
         self, step: int, values: Mapping[str, float], trajectories: Sequence[Trajectory] = ()
@@ -103,9 +108,12 @@ class Recorder:
 
     def log(self, step: int, values: Mapping[str, float]) -> None:
         """Log metrics printed by the caller, and print notices about these metrics."""
+        self._write(step, values)
+        self._show_notices(self.health.see(step, values))
+
+    def _write(self, step: int, values: Mapping[str, float]) -> None:
         self.folder.log_metrics(step, values)
         self.trackers.log(step, values)
-        self._show_notices(self.health.see(step, values))
 
     def samples(self, step: int, trajectories: Sequence[Trajectory]) -> None:
         """Log some of a step's episodes, including filtered episodes and all kinds of failures."""

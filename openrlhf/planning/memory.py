@@ -262,8 +262,8 @@ class RoleMemory:
             usage += Usage(optimizer=self.optimizer_bytes)
         return usage + Usage(gradients=self.gradients.idle)
 
-    def passing(self) -> Usage:
-        """Return the weights that exist on the device only during a pass."""
+    def weights_added_by_pass(self) -> Usage:
+        """Return the memory of the weights that are on the device only during a pass."""
         role = self.role
         if role.param_offload and not role.sharded:
             return Usage(weights=self.whole_bytes)
@@ -271,18 +271,18 @@ class RoleMemory:
             return Usage()  # `idle` counts them
         return Usage(weights=self.gathered_bytes)
 
-    def loaded(self) -> Usage:
-        """Return the device memory before the first step, which creates the moments."""
+    def idle_before_first_step(self) -> Usage:
+        """Return the device memory between passes before the first step creates the moments."""
         idle = self.idle(awake=True)
         if not self.role.trained or self.role.adam_offload:
             return idle
         return replace(idle, optimizer=idle.optimizer - self.moment_bytes)
 
-    def load(self) -> Usage:
+    def load_peak(self) -> Usage:
         """Return the peak while the model is loaded and checked and its optimizer is created."""
         role = self.role
-        idle = self.loaded()
-        candidates = [self.proved()]
+        idle = self.idle_before_first_step()
+        candidates = [self.proof_peak()]
         largest = role.shape.largest_weight
         if role.sharded and self.constants.device == "cpu":
             # the files' pages count as memory while each rank copies its part of them
@@ -297,9 +297,9 @@ class RoleMemory:
             candidates += self._optimizer_creation(idle)
         return max(candidates, key=lambda usage: usage.total)
 
-    def proved(self) -> Usage:
+    def proof_peak(self) -> Usage:
         """Return the peak of the check that packed and padded rows give correct results."""
-        return self.loaded() + self.passing() + self._proof()
+        return self.idle_before_first_step() + self.weights_added_by_pass() + self._proof_pass()
 
     @property
     def _is_rounded_while_read(self) -> bool:
@@ -308,7 +308,7 @@ class RoleMemory:
         on_cpu = self.constants.device == "cpu"
         return on_cpu and not role.trained and role.width < role.shape.stored_width
 
-    def _proof(self) -> Usage:
+    def _proof_pass(self) -> Usage:
         """Return the memory of the passes that check the batch layout (`models.proof`)."""
         batch = replace(PROOF, packed=(self.role.training or self.role.scoring or PROOF).packed)
         role = replace(self.role, gradient_checkpointing=False)  # only training uses checkpointing
@@ -328,13 +328,13 @@ class RoleMemory:
             copied = self.owned if role.sharded else self.trained
             if role.width < 4 and not self._has_bf16_optimizer:
                 copied = 0  # the slices are converted to float32, without a copy of all weights
-            grown += self.passing() + Usage(weights=role.width * copied)
+            grown += self.weights_added_by_pass() + Usage(weights=role.width * copied)
         if role.width < 4 and not role.lora_rank:
             # restoring low bits takes the largest weight three times: stored, float32, rounded
             grown += Usage(weights=9 * role.shape.largest_weight)
         return [flattened, grown]
 
-    def score(self) -> Usage:
+    def score_peak(self) -> Usage:
         """Return the peak of forward passes without gradient."""
         batch = self.role.scoring
         if batch is None:
@@ -343,9 +343,9 @@ class RoleMemory:
         activations = Usage(activations=sizes.scoring)
         logits = Usage(logits=sizes.forward_logits)
         largest = max(activations, logits, key=lambda usage: usage.total)
-        return self.idle(awake=False) + self.passing() + largest
+        return self.idle(awake=False) + self.weights_added_by_pass() + largest
 
-    def train(self) -> dict[Instant, Usage]:
+    def train_peaks(self) -> dict[Instant, Usage]:
         """Return the peaks of a training pass and of the optimizer step."""
         batch = self.role.training
         if batch is None:
@@ -375,7 +375,7 @@ class RoleMemory:
             return 0
         return self.role.width * min(self.owned, SAMPLED_WEIGHTS)
 
-    def publish(self) -> Usage:
+    def publish_peak(self) -> Usage:
         """Return the peak while weights are sent to the engines, bucket by bucket."""
         role = self.role
         if not role.publishes:
@@ -426,10 +426,10 @@ def predict_role(role: ModelRole, constants: Constants) -> dict[Instant, Usage]:
     """
     memory = RoleMemory(role, constants)
     usage = {instant: memory.idle(awake=False) for instant in Instant}
-    usage[Instant.LOAD] = memory.load()
-    usage[Instant.SCORE] = memory.score()
-    usage[Instant.PUBLISH] = memory.publish()
-    usage |= memory.train()
+    usage[Instant.LOAD] = memory.load_peak()
+    usage[Instant.SCORE] = memory.score_peak()
+    usage[Instant.PUBLISH] = memory.publish_peak()
+    usage |= memory.train_peaks()
     if constants.device != "cpu":
         return usage
     for instant, host in predict_host(role, constants).items():
@@ -437,7 +437,7 @@ def predict_role(role: ModelRole, constants: Constants) -> dict[Instant, Usage]:
     if role.ema:
         # The average is copied from the loaded model.
         before = predict_role(replace(role, ema=False), constants)[Instant.LOAD]
-        after = memory.loaded() + predict_host(role, constants)[Instant.LOAD]
+        after = memory.idle_before_first_step() + predict_host(role, constants)[Instant.LOAD]
         usage[Instant.LOAD] = max(before, after, key=lambda peak: peak.total)
     return usage
 

@@ -39,7 +39,7 @@ def step_lines(config: Any, cluster: Cluster) -> list[str]:
     throughput = tokens / seconds / cluster.devices
     head = (
         f"Estimated step: {seconds:.1f} s for {tokens:,} tokens ({throughput:,.0f} tokens per "
-        "second and device), if every sequence has --data.max_len tokens. Not measured."
+        "second per device), if every sequence has --data.max_len tokens. Not measured."
     )
     return [head, *lines]
 

@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any
 
 from openrlhf.checks import Finding
 from openrlhf.config.rollout import RuleConfig
+from openrlhf.data.continuation import encode, encode_after
 from openrlhf.rewards.protocol import Reward, RewardRequest, request_of, shown
 from openrlhf.rewards.rule import reward_of
 
@@ -30,14 +31,15 @@ def answered(
 ) -> RewardRequest:
     """Return the request for a response, with the eos token appended as in a run.
 
-    Without a tokenizer, the request contains the unchanged prompt and response.
+    The response is tokenized as the continuation of the prompt. Without a tokenizer, the request
+    contains the unchanged prompt and response.
     """
     if tokenizer is None:
         return RewardRequest(
             query=prompt + response, prompt=prompt, label=label, response=response, answer=response
         )
-    tokens: list[int] = tokenizer(prompt, add_special_tokens=False)["input_ids"]  # type: ignore[assignment]
-    sampled: list[int] = tokenizer(response, add_special_tokens=False)["input_ids"]  # type: ignore[assignment]
+    tokens = encode(tokenizer, prompt)
+    sampled = encode_after(tokenizer, tokens, response).tokens
     end = int(tokenizer.eos_token_id)  # type: ignore[arg-type]
     if sampled[-1:] != [end]:
         sampled = [*sampled, end]

@@ -45,11 +45,11 @@ def request_of(
     tokens: Sequence[int],
     sampled: Sequence[int],
     *,
-    reads: Collection[str] = ("query", "answer"),
+    extra_fields: Collection[str] = ("query", "answer"),
 ) -> RewardRequest:
     """Return the request for a sample.
 
-    `query` and `answer` are decoded only if `reads` lists them, because decoding takes time.
+    `query` and `answer` are decoded only if `extra_fields` lists them, because decoding takes time.
     """
 
     def decode(tokens: Sequence[int], *, special: bool) -> str:
@@ -58,11 +58,11 @@ def request_of(
         return str(tokenizer.decode(array, skip_special_tokens=not special))
 
     query = ""
-    if "query" in reads:
+    if "query" in extra_fields:
         query = decode([*tokens, *sampled], special=True)
     response = decode(sampled, special=True)
     answer = ""
-    if "answer" in reads:
+    if "answer" in extra_fields:
         answer = decode(sampled, special=False)
     return RewardRequest(query=query, prompt=prompt, label=label, response=response, answer=answer)
 
@@ -86,8 +86,8 @@ class Reward(ABC):
 
     source: str  # name of the reward in messages
     batch = False
-    # Request fields that the reward reads in addition to prompt, label and response.
-    reads: Collection[str] = ("query",)
+    # Request fields that the reward needs in addition to prompt, label and response.
+    extra_fields: Collection[str] = ("query",)
 
     @abstractmethod
     async def check(self) -> None:

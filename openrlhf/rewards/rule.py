@@ -63,7 +63,7 @@ class HTTPReward(HTTPServers, Reward):
 class VerifierReward(Reward):
     """A built-in verifier (--reward.verifier) that runs in the processes of `pool`."""
 
-    reads = ("answer",)
+    extra_fields = ("answer",)
 
     def __init__(self, rule: RuleConfig, pool: ProcessPool) -> None:
         assert rule.verifier

@@ -5,33 +5,36 @@ from collections.abc import Callable, Iterable, Sequence
 from statistics import stdev
 from typing import TypeVar
 
-from openrlhf.core.trajectory import Trajectory
+from openrlhf.core.trajectory import Exclusion, Trajectory
 from openrlhf.observability.glossary import find_spec
 from openrlhf.observability.metrics import Last, Mean, Metric, merge_all
 
 T = TypeVar("T")
+LEFT_OUT = (Exclusion.EMPTY, Exclusion.ALONE)  # counted in `train/left_out_episodes`
 
 
 def rollout_metrics(
-    trajectories: Sequence[Trajectory], kept: Sequence[Trajectory]
+    trajectories: Sequence[Trajectory], exclusions: Sequence[Exclusion | None]
 ) -> dict[str, Metric]:
     """Return the rollout metrics of a step.
 
-    Each episode is kept, failed, filtered or left out. An episode is left out if it is the only
-    finished sample of its prompt, or if it has no sampled token.
+    `exclusions` contains the reason why each episode is not trained on, or None for kept episodes.
     """
+    kept: list[Trajectory] = []
+    for episode, exclusion in zip(trajectories, exclusions, strict=True):
+        if exclusion is None:
+            kept.append(episode)
     rewards = [episode.reward for episode in kept if episode.reward is not None]
     reward_std = 0.0
     if len(rewards) > 1:
         reward_std = stdev(rewards)
-    used = {(episode.prompt.index, episode.sample_index) for episode in kept}
     counts = Counter({"rollout/num_samples": len(kept), "train/failed_episodes": 0})
-    for episode in trajectories:
+    for episode, exclusion in zip(trajectories, exclusions, strict=True):
         if episode.failure:
             counts[f"train/failed_{episode.failure}"] += 1
-        if episode.failed:
+        if exclusion is Exclusion.FAILED:
             counts["train/failed_episodes"] += 1
-        elif not episode.filtered and (episode.prompt.index, episode.sample_index) not in used:
+        elif exclusion in LEFT_OUT:
             counts["train/left_out_episodes"] += 1
     metrics: dict[str, Metric] = {"rollout/reward_std": Last(reward_std)}
     for name, number in counts.items():

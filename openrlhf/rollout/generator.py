@@ -268,10 +268,17 @@ class RolloutGenerator:
         params = spec.params_for(prompt, len(tokens))
         generations = await self._generate(prompt, spec, tokens, params)
         request.sampled(prompt)
-        reads: Collection[str] = ()
+        extra_fields: Collection[str] = ()
         if self.reward:
-            reads = self.reward.reads
-        ask = partial(request_of, self.tokenizer, prompt.text, prompt.label, tokens, reads=reads)
+            extra_fields = self.reward.extra_fields
+        ask = partial(
+            request_of,
+            self.tokenizer,
+            prompt.text,
+            prompt.label,
+            tokens,
+            extra_fields=extra_fields,
+        )
         questions = [ask(generation.tokens) for generation in generations]
         results = [RewardResult()] * len(questions)
         if self.reward:

@@ -11,7 +11,9 @@ from typing import Any
 
 from openrlhf.core.trajectory import Prompt, Trajectory
 from openrlhf.data.errors import DataError
+from openrlhf.observability.log_file import report_failed_write
 from openrlhf.observability.metrics import Metric
+from openrlhf.rollout.background import RolloutError
 from openrlhf.rollout.episode_files import EpisodeFolder, Kind
 from openrlhf.rollout.generator import Generator, Group, Request, in_prompt_order
 
@@ -20,17 +22,26 @@ class DumpingGenerator:
     """A generator that writes every group of another generator to disk.
 
     Groups are written before reward models and filters process them. A run that replays the
-    episodes must have the identity `run`.
+    episodes must have the identity `run`. If a file cannot be written, for example because the disk
+    is full, the failure is reported once and training continues without the file. With `required`,
+    the episodes are the result of the run, so the failure raises RolloutError.
     """
 
     def __init__(
-        self, generator: Generator, folder: EpisodeFolder, *, run: Mapping[str, Any]
+        self,
+        generator: Generator,
+        folder: EpisodeFolder,
+        *,
+        run: Mapping[str, Any],
+        required: bool = False,
     ) -> None:
         self.generator = generator
         self.folder = folder
         self.run = run
+        self.required = required
         self._file: tuple[Kind, int] | None = None  # the file being written
         self._episodes: list[Trajectory] = []  # the episodes in that file
+        self._has_failed = False  # True if the last file could not be written
 
     async def stream(
         self,
@@ -64,7 +75,23 @@ class DumpingGenerator:
         finally:
             if sampled:
                 self._episodes += in_prompt_order(sampled)
-                self.folder.write(kind, request.step, self._episodes, run=self.run)
+                self._write(kind, request.step)
+
+    def _write(self, kind: Kind, step: int) -> None:
+        try:
+            self.folder.write(kind, step, self._episodes, run=self.run)
+        except OSError as error:
+            file = self.folder.file(kind, step)
+            if self.required:
+                raise RolloutError(
+                    f"--rollout.dump_dir: cannot write {file}: {error.strerror or error}. Free "
+                    "disk space, or choose another folder."
+                ) from error
+            if not self._has_failed:
+                report_failed_write(file, error)
+            self._has_failed = True
+        else:
+            self._has_failed = False
 
     async def rest(self) -> None:
         """Free device memory."""

@@ -16,7 +16,10 @@ from openrlhf.trainers.exporting import Exporting
 from openrlhf.trainers.sources import Source
 from openrlhf.workers.base import TrainedWorker
 
-SOURCE = "_source"  # the checkpoint part with the samples waiting for training
+# The parts of a checkpoint, each in a folder of its own.
+POLICY_PART = "_actor"
+CRITIC_PART = "_critic"
+SOURCE_PART = "_source"  # the samples waiting for training
 
 
 @dataclass(kw_only=True)
@@ -34,6 +37,7 @@ class Checkpointing:
     start: RunState  # state of this run before its first step
     saved: int = field(default=-1, init=False)  # step of the newest checkpoint
     resumed: bool = field(default=False, init=False)
+    best_saved: Checkpoint | None = field(default=None, init=False)  # newest best checkpoint
 
     def is_due(self, step: int, *, stopped: bool) -> bool:
         """Return whether a checkpoint is due after `step`.
@@ -50,10 +54,23 @@ class Checkpointing:
         if ckpt.disable_ds and not ckpt.save_hf:
             return
         with self.clock.part("checkpoint"):
+            if not best and self._save_linked(step):
+                return
             try:
                 self._write_and_commit(step, best=best)
             except CheckpointError as error:
                 self.recorder.display.note(SAVE_FAILED.format(step, error))
+
+    def _save_linked(self, step: int) -> bool:
+        """Save a step that has just been saved as the best, without writing its files again.
+
+        Returns False if the files must be written.
+        """
+        best = self.best_saved
+        if best is None or best.state.step != step or not self.manager.save_linked(best):
+            return False
+        self.saved = step
+        return True
 
     def _write_and_commit(self, step: int, *, best: bool) -> None:
         staged = self.manager.begin(step, best=best, hf=self.config.ckpt.save_hf)
@@ -68,14 +85,17 @@ class Checkpointing:
             kl=self.kl.last,
             **self.best.state(),
         )
-        self.manager.commit(staged, state=state, metric_value=self.best.value_of(step))
+        metric_value = self.best.value_of(step)
+        checkpoint = self.manager.commit(staged, state=state, metric_value=metric_value)
         self.saved = step
+        if best:
+            self.best_saved = checkpoint
 
     def _write(self, staged: StagedCheckpoint) -> None:
         ckpt = self.config.ckpt
         if not ckpt.disable_ds:
             self._have_models(TrainedWorker.save_checkpoint, staged, "save a checkpoint")
-            self.source.save(Path(staged.engine_dir(SOURCE)) / staged.tag)
+            self.source.save(Path(staged.engine_dir(SOURCE_PART)) / staged.tag)
         if ckpt.save_hf:
             self.exporting.write_policy(staged.hf_dir, final=False)
 
@@ -84,7 +104,7 @@ class Checkpointing:
         state = checkpoint.state
         self.resumed = True
         self._have_models(TrainedWorker.load_checkpoint, checkpoint, "load the checkpoint")
-        drawn = Path(checkpoint.engine_dir(SOURCE)) / checkpoint.tag
+        drawn = Path(checkpoint.engine_dir(SOURCE_PART)) / checkpoint.tag
         self.source.resume(step=state.step, consumed=state.consumed, folder=drawn)
         if state.kl_coef is not None:
             self.kl.resume(state.kl_coef, state.kl)
@@ -105,9 +125,9 @@ class Checkpointing:
         self, method: Callable[..., None], files: StagedCheckpoint, doing: str
     ) -> None:
         """Call `method` on all trained models, to write or read their files."""
-        models = {"_actor": self.exporting.policy}
+        models = {POLICY_PART: self.exporting.policy}
         if self.exporting.critic:
-            models["_critic"] = self.exporting.critic
-        for name, model in models.items():
-            calls = model.broadcast(method, files.engine_dir(name), files.tag)
+            models[CRITIC_PART] = self.exporting.critic
+        for part, model in models.items():
+            calls = model.broadcast(method, files.engine_dir(part), files.tag)
             wait_for(calls, timeout_s=self.config.train.step_timeout, doing=doing)

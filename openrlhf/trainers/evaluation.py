@@ -25,6 +25,11 @@ class Evaluation:
     clock: Clock
     config: RLFlags
 
+    @property
+    def is_enabled(self) -> bool:
+        """True if the run evaluates its weights, including those of the last step."""
+        return self.play is not None and self.config.eval.steps > 0
+
     def is_due(self, step: int, *, last: bool) -> bool:
         """Return whether to evaluate the weights after `step`.
 

@@ -24,7 +24,7 @@ from openrlhf.algorithms.rewards import (
 from openrlhf.config.flags import UserError
 from openrlhf.config.learning import RLFlags
 from openrlhf.core.batches import Experience
-from openrlhf.core.trajectory import Trajectory
+from openrlhf.core.trajectory import Exclusion, Trajectory
 from openrlhf.observability.metrics import Mean, Metric
 from openrlhf.trainers.stages import EpisodeRows, Stage, run_stages
 from openrlhf.workers.policy import kl_metrics
@@ -34,13 +34,13 @@ from openrlhf.workers.policy import kl_metrics
 class StepBatch:
     """A batch with the columns computed by the workers.
 
-    `trajectories` contains all episodes with their rewards; `kept` contains the episodes in
-    `experience`.
+    `trajectories` contains all episodes with their rewards. `exclusions` contains the reason why
+    each episode is not in `experience`, or None for the episodes in `experience`.
     """
 
     experience: Experience
     trajectories: list[Trajectory]
-    kept: list[Trajectory]
+    exclusions: list[Exclusion | None]
     timing: dict[str, Metric]
 
     @property
@@ -49,31 +49,47 @@ class StepBatch:
         return all(trajectory.filtered for trajectory in self.trajectories)
 
 
-def trainable(trajectories: Sequence[Trajectory], *, needs_groups: bool) -> list[int]:
-    """Return the indices of unfiltered episodes that did not fail and have sampled tokens.
+def find_exclusions(
+    trajectories: Sequence[Trajectory], *, needs_groups: bool
+) -> list[Exclusion | None]:
+    """Return the reason why each episode is not trained on, or None if it is trained on.
 
     If samples of the same prompt are compared (`needs_groups`), the only sample of a prompt is also
-    dropped.
+    excluded.
     """
-    finished: list[int] = []
+    exclusions: list[Exclusion | None] = []
     peers: Counter[int] = Counter()  # number of finished samples of each prompt
-    for place, trajectory in enumerate(trajectories):
-        if trajectory.failed or trajectory.filtered or not trajectory.num_actions:
-            continue
-        finished.append(place)
-        peers[trajectory.prompt.index] += 1
+    for trajectory in trajectories:
+        exclusion = _own_exclusion(trajectory)
+        exclusions.append(exclusion)
+        if exclusion is None:
+            peers[trajectory.prompt.index] += 1
     if not needs_groups:
-        return finished
-    return [place for place in finished if peers[trajectories[place].prompt.index] > 1]
+        return exclusions
+    for place, trajectory in enumerate(trajectories):
+        if exclusions[place] is None and peers[trajectory.prompt.index] == 1:
+            exclusions[place] = Exclusion.ALONE
+    return exclusions
+
+
+def _own_exclusion(trajectory: Trajectory) -> Exclusion | None:
+    """Return why an episode is not trained on, regardless of the other episodes of its batch."""
+    if trajectory.failed:
+        return Exclusion.FAILED
+    if trajectory.filtered:
+        return Exclusion.FILTERED
+    if not trajectory.num_actions:
+        return Exclusion.EMPTY
+    return None
 
 
 @dataclass(eq=False, repr=False)
 class ExperienceMaker:
     """Adds model-computed columns to a batch and assigns credit to its tokens.
 
-    The `stages` compute the columns needed by the update. With early rewards
-    (`rewards_come_early`), the stages include no `RewardStage`, because the episodes' source has
-    already run it. `kl` holds the KL coefficient, which is fixed or adapts to a target.
+    The `stages` compute the columns needed by the update. If the episodes' source has already run
+    the `RewardStage` (`RunStages.of_prompt`), it is not one of the `stages`. `kl` holds the KL
+    coefficient, which is fixed or adapts to a target.
     """
 
     config: RLFlags
@@ -92,21 +108,23 @@ class ExperienceMaker:
         """
         timing: dict[str, Metric] = {}
         needs_groups = self.config.estimator_traits.per_group
-        places = trainable(trajectories, needs_groups=needs_groups)
+        exclusions = find_exclusions(trajectories, needs_groups=needs_groups)
+        places = [place for place, exclusion in enumerate(exclusions) if exclusion is None]
         scored = EpisodeRows([trajectories[place] for place in places])
         if places:
             scored, timing = run_stages(scored, self.stages, self.config.train.step_timeout)
-        kept = scored.episodes
         experience = scored.rows
         trajectories = list(trajectories)
-        for place, episode in zip(places, kept, strict=True):
+        for place, episode in zip(places, scored.episodes, strict=True):
             trajectories[place] = episode
         # A reward model may have returned a non-finite reward, or a teacher may not have answered.
-        still_trainable = trainable(kept, needs_groups=needs_groups)
-        if len(still_trainable) < len(kept):
-            experience = experience.select(experience.rows_of(still_trainable))
-            kept = [kept[place] for place in still_trainable]
-        return StepBatch(experience=experience, trajectories=trajectories, kept=kept, timing=timing)
+        exclusions = find_exclusions(trajectories, needs_groups=needs_groups)
+        remaining = [number for number, place in enumerate(places) if exclusions[place] is None]
+        if len(remaining) < len(places):
+            experience = experience.select(experience.rows_of(remaining))
+        return StepBatch(
+            experience=experience, trajectories=trajectories, exclusions=exclusions, timing=timing
+        )
 
     def credit(self, experience: Experience) -> tuple[Experience, dict[str, Metric]]:
         """Return the rows to train on, including r_t, Â_t and Ĝ_t, and the batch's metrics.

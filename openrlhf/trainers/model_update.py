@@ -43,20 +43,20 @@ class ModelUpdate:
         return merge_all(wait_for(launched, timeout_s=timeout_s, doing="update the models"))
 
     def _launch_critic(self, critic: WorkerGroup, experience: Experience, step: int) -> list[Call]:
-        read = experience.only(*CriticWorker.reads)
+        needed = experience.only(*CriticWorker.update_columns)
         updates: list[Update] = []
         for plan in self._plan(experience, critic, step):
-            updates.append(Update(experience=read.select(plan.rows), steps=plan.steps))
+            updates.append(Update(experience=needed.select(plan.rows), steps=plan.steps))
         return critic.launch(CriticWorker.update, updates)
 
     def _launch_policy(self, experience: Experience, step: int, kl_coef: float) -> list[Call]:
-        read = experience.only(*PolicyWorker.reads)
+        needed = experience.only(*PolicyWorker.update_columns)
         plans = self._plan(experience, self.policy, step)
         texts = self._pretraining_texts(step, len(plans[0].steps))
         updates: list[PolicyUpdate] = []
         for plan, text in zip(plans, texts, strict=True):
             update = PolicyUpdate(
-                experience=read.select(plan.rows),
+                experience=needed.select(plan.rows),
                 steps=plan.steps,
                 kl_coef=kl_coef,
                 pretraining=text,

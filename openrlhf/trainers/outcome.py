@@ -9,8 +9,17 @@ from dataclasses import dataclass, field
 from statistics import fmean
 
 from openrlhf.config.flags import UserError
+from openrlhf.core.trajectory import Exclusion
 from openrlhf.trainers.experience_maker import StepBatch
 from openrlhf.trainers.filtering import DynamicFilter
+
+# Ends of the sentence "3 episodes …". `Outcome.rejections` describes the filtered episodes.
+UNUSED = {
+    Exclusion.FAILED: "failed",
+    Exclusion.EMPTY: "have no sampled tokens",
+    Exclusion.ALONE: "had no other finished sample of the same prompt to compare with",
+}
+TRUNCATED = "were truncated (--algo.loss.mask_truncated)"
 
 
 class NothingLearned(UserError, RuntimeError):
@@ -31,22 +40,18 @@ class Outcome:
 
     def see(self, batch: StepBatch) -> None:
         """Count the episodes of a batch."""
-        used = {(each.prompt.index, each.sample_index) for each in batch.kept}
-        for trajectory in batch.trajectories:
+        for trajectory, exclusion in zip(batch.trajectories, batch.exclusions, strict=True):
             self.episodes += 1
-            if trajectory.failed:
-                self.unused["failed"] += 1
+            if exclusion is Exclusion.FAILED:
                 self.first_error = self.first_error or trajectory.error
-            elif trajectory.filtered:
+            if exclusion is Exclusion.FILTERED:
                 scores = self.rejected.setdefault(trajectory.prompt.index, [])
                 if trajectory.score is not None:
                     scores.append(trajectory.score)
-            elif not trajectory.num_actions:
-                self.unused["have no sampled tokens"] += 1
-            elif (trajectory.prompt.index, trajectory.sample_index) not in used:
-                self.unused["had no other finished sample of the same prompt to compare with"] += 1
+            elif exclusion is not None:
+                self.unused[UNUSED[exclusion]] += 1
             elif trajectory.truncated:
-                self.unused["were truncated (--algo.loss.mask_truncated)"] += 1
+                self.unused[TRUNCATED] += 1
 
     @property
     def rejections(self) -> str:

@@ -119,7 +119,7 @@ class PPOTrainer:
         """
         metrics = [step_metrics(self.source, batch)]
         experience = batch.experience
-        if batch.kept:
+        if experience.num_rows:
             with self.clock.part("make_experience"):
                 experience, credit = self.maker.credit(experience)
             metrics.append(credit)
@@ -134,12 +134,16 @@ class PPOTrainer:
         return metrics
 
     def publish(self) -> None:
-        """Publish the weights of the current step, unless the step trained only the critic.
+        """Publish the weights of the current step, unless no sample needs them.
 
-        If the process was asked to terminate, do not wait for samples and publish nothing.
+        A step that trained only the critic has not changed the weights. After the last step, only
+        an evaluation needs them. If the process was asked to terminate, do not wait for samples and
+        publish nothing.
         """
         with self.clock.part("broadcast"):
             if self.step < self.config.frozen_steps:
+                return
+            if self.source.exhausted and not self.evaluation.is_enabled:
                 return
             with self.source.publishing(self.step + 1) as is_quiet:
                 if is_quiet:
@@ -311,7 +315,8 @@ def assemble(
 
 def step_metrics(source: Source, batch: StepBatch) -> dict[str, Metric]:
     """Return a step's metrics for rollout, generation cost and dynamic filtering."""
-    metrics = rollout_metrics(batch.trajectories, batch.kept) | source.metrics() | batch.timing
+    metrics = rollout_metrics(batch.trajectories, batch.exclusions)
+    metrics |= source.metrics() | batch.timing
     if source.dynamic_filter:
         metrics["train/dynamic_filtering_pass_rate"] = pass_rate(batch.trajectories)
     return metrics

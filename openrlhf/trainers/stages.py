@@ -161,13 +161,13 @@ def launch_scoring(
 class ColumnStage:
     """A per-token column computed by workers.
 
-    `reads` returns the batch to send to the workers, with only the columns that the workers need.
+    `inputs` returns the batch to send to the workers, with only the columns that the workers need.
     """
 
     writes: str
     by: WorkerGroup
     method: Callable[..., Tensor]
-    reads: Callable[[Experience], Ragged] = Experience.targets
+    inputs: Callable[[Experience], Ragged] = Experience.targets
 
     @property
     def timing(self) -> str:
@@ -176,7 +176,7 @@ class ColumnStage:
 
     def launch(self, batch: EpisodeRows) -> Add:
         """Send the rows to the ranks."""
-        collect = launch_scoring(self.reads(batch.rows), self.by, self.method)
+        collect = launch_scoring(self.inputs(batch.rows), self.by, self.method)
         return lambda batch, timeout_s: batch.with_column(self.writes, collect(timeout_s))
 
 

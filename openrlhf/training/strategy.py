@@ -13,7 +13,7 @@ from typing import Any, Literal
 import torch
 import torch.distributed as dist
 from torch import nn
-from transformers import enable_full_determinism, set_seed
+from transformers import PretrainedConfig, enable_full_determinism, set_seed
 
 from openrlhf import rendezvous
 from openrlhf.config.flags import UserError
@@ -171,13 +171,19 @@ class FrozenModel:
         self._device = strategy.device
         sharded = config["zero_optimization"]["stage"] == 3
         with strategy.loading(config):
-            self._module = strategy.share_sequences(load()).requires_grad_(False).eval()
+            self._loaded: Any = load()
+            self._module = strategy.share_sequences(self._loaded).requires_grad_(False).eval()
         if sharded or "tensor_parallel" in config:
             self._module = initialize(config, self._module)
             self._module.eval()  # a separate statement, because DeepSpeed's method returns None
         elif not offload:
             self._module.to(self._device)
         self._moves = offload and not sharded  # True if moved between device and CPU memory
+
+    @property
+    def config(self) -> PretrainedConfig:
+        """The Transformers configuration of a model of this package."""
+        return self._loaded.config
 
     def on_device(self) -> nn.Module:
         """Return the model, after moving it to the device if it is offloaded."""

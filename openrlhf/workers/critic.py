@@ -19,7 +19,7 @@ class CriticWorker(TrainedWorker[Update]):
     """The trained critic V."""
 
     name = "critic"
-    reads = ("values", "returns")  # batch columns needed by an update
+    update_columns = ("values", "returns")  # batch columns needed by an update
 
     def __init__(self, strategy: Strategy, settings: RoleSettings) -> None:
         config = settings.config

@@ -25,9 +25,10 @@ class ReferenceWorker:
         config = settings.config
         self.strategy = strategy
         self.temperature = config.rollout.temperature
-        self.limits = MicroBatchLimits.of_forwards(config.rollout, config.ds)
         load_model = partial(PolicyModel.load, settings.load)
         self.model = FrozenModel(strategy, load_model, offload=config.ref.offload)
+        limits = MicroBatchLimits.of_forwards(config.rollout, config.ds)
+        self.limits = limits.for_model(self.model.config)
         report(*prove_layout(self.model.on_device()))
         self.model.rest()
 
@@ -90,8 +91,10 @@ class RewardWorker:
         The step rewards are defined in `StepScorer.rewards`.
         """
         assert self.step_scorer
-        column = column_of(answers, self.step_scorer.rewards, self.settings.limits, self.strategy)
-        self.step_scorer.model.rest()
+        model = self.step_scorer.model
+        limits = self.settings.limits.for_model(model.config)
+        column = column_of(answers, self.step_scorer.rewards, limits, self.strategy)
+        model.rest()
         return column
 
     def _load(self, spec: LoadSpec) -> ScalarModel:
@@ -104,9 +107,9 @@ class RewardWorker:
 
     def rewards(self, texts: Ragged) -> Tensor:
         """Return every model's rewards for this rank's rows, (B, K)."""
-        limits = self.settings.limits
         columns: list[Tensor] = []
         for model in self.models:
+            limits = self.settings.limits.for_model(model.config)
             values = column_of(texts, partial(self._values, model), limits, self.strategy)
             columns.append(last_token_scores(values, texts.offsets))
             model.rest()

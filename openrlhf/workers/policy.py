@@ -80,7 +80,7 @@ class PolicyWorker(TrainedWorker[PolicyUpdate]):
 
     name = "actor"
     # Batch columns needed by an update.
-    reads = ("advantages", "old_logprobs", "ref_logprobs", "rollout_logprobs")
+    update_columns = ("advantages", "old_logprobs", "ref_logprobs", "rollout_logprobs")
 
     def __init__(self, strategy: Strategy, settings: RoleSettings) -> None:
         config = settings.config

@@ -24,12 +24,12 @@ import pytest
 
 import openrlhf
 from openrlhf.checkpoints.manager import MANIFEST, CheckpointManager
-from openrlhf.checkpoints.manifest import CheckpointError, RunState
+from openrlhf.checkpoints.manifest import Checkpoint, CheckpointError, RunState
 from tests.checkpoints.kept import checkpoints_in
 
 RL = ("_actor", "_critic")
 KEPT = 2
-MODIFY = ["mkdir", "rename", "replace"]
+MODIFY = ["mkdir", "rename", "replace", "link"]
 DELETE = ["unlink", "rmdir"]
 
 
@@ -41,7 +41,7 @@ def manager_of(root: Path) -> CheckpointManager:
     return checkpoints_in(root, parts=RL, max_num=KEPT)
 
 
-def save(root: Path | CheckpointManager, step: int, label: str, **begin: bool) -> None:
+def save(root: Path | CheckpointManager, step: int, label: str, **begin: bool) -> Checkpoint:
     """Save as a trainer does; `label` identifies the save."""
     manager = root if isinstance(root, CheckpointManager) else manager_of(root)
     staged = manager.begin(step, **begin)
@@ -51,7 +51,13 @@ def save(root: Path | CheckpointManager, step: int, label: str, **begin: bool) -
     except OSError:
         raise RankError from None
     state = RunState(step=step, best_metric_key="pass1", identity={"label": label})
-    manager.commit(staged, state=state, metric_value=1 / step)
+    return manager.commit(staged, state=state, metric_value=1 / step)
+
+
+def save_best_and_regular(root: Path, step: int, label: str) -> None:
+    """Save a step as the best and as a regular checkpoint that shares its engine files."""
+    manager = manager_of(root)
+    manager.save_linked(save(manager, step, label, best=True, hf=True))
 
 
 def newest_label(manager: CheckpointManager) -> str | None:
@@ -68,7 +74,7 @@ def newest_label(manager: CheckpointManager) -> str | None:
     return newest.state.identity["label"] if newest else None
 
 
-Step = Callable[[Path], None]
+Step = Callable[[Path], object]
 # Each scenario has successful saves, followed by a save that fails.
 SCENARIOS: dict[str, tuple[list[Step], Step]] = {
     "first save": ([], lambda root: save(root, 1, "new", hf=True)),
@@ -83,6 +89,10 @@ SCENARIOS: dict[str, tuple[list[Step], Step]] = {
     "new best": (
         [lambda root: save(root, 1, "a"), lambda root: save(root, 1, "old", best=True)],
         lambda root: save(root, 2, "new", best=True, hf=True),
+    ),
+    "best and regular": (
+        [lambda root: save(root, 1, "a"), lambda root: save(root, 2, "old")],
+        lambda root: save_best_and_regular(root, 3, "new"),
     ),
 }
 

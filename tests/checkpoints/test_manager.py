@@ -5,6 +5,7 @@ Crashes and full disks are tested in `test_crash_safety.py`.
 
 from __future__ import annotations
 
+import errno
 import hashlib
 import json
 import math
@@ -109,6 +110,38 @@ def test_checkpoint_paths_are_absolute(tmp_path: Path, monkeypatch: pytest.Monke
     staged = checkpoints_in("ckpt/deep").begin(1, hf=True)
     assert os.path.isabs(staged.engine_dir())
     assert staged.hf_dir.startswith(str(tmp_path / "ckpt" / "deep"))
+
+
+def test_best_and_regular_checkpoint_of_a_step_share_their_engine_files(tmp_path: Path) -> None:
+    manager = checkpoints_in(tmp_path, parts=RL)
+    best = save(manager, 20, 0.5, best=True, hf=True)
+    regular = manager.save_linked(best)
+    assert regular and tags(manager) == ["best_global_step20", "global_step20"]
+    assert manager.latest() == regular
+    assert (regular.state, regular.metric_value) == (best.state, best.metric_value)
+    for place in regular.places:
+        path = tmp_path / place / "model_states.pt"
+        twin = tmp_path / place.replace("global_step20", "best_global_step20") / path.name
+        assert path.read_text() == twin.read_text()
+        assert os.path.samefile(path, twin) == (place in regular.places[: len(RL)])
+    save(manager, 21, 0.6, best=True)
+    assert tags(manager) == ["global_step20", "best_global_step21"]
+    assert manager.find(20, best=False) == regular
+
+
+def test_checkpoint_is_not_linked_on_a_file_system_without_hard_links(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def refuse(source: object, target: object) -> None:
+        raise PermissionError(errno.EPERM, os.strerror(errno.EPERM))
+
+    manager = checkpoints_in(tmp_path)
+    best = save(manager, 20, 0.5, best=True)
+    before = tree(tmp_path)
+    monkeypatch.setattr(os, "link", refuse)
+    assert manager.save_linked(best) is None
+    assert tree(tmp_path) == before
+    assert not list(tmp_path.glob(".tmp-*"))
 
 
 def test_export_only_checkpoint_is_kept_but_never_resumed_from(tmp_path: Path) -> None:

@@ -89,13 +89,14 @@ READERS = {
     "train_kto": f"{TRAINING} trainers.kto trainers.preference data.rows data.feedback data.sft",
     "train_prm": f"{TRAINING} trainers.process_reward data.steps",
     "train_kd": f"{TRAINING} trainers.distill trainers.sft data.rows data.sft data.first_look",
-    "train_ppo_ray": "launch.start launch.reinforcement launch.run launch.prompt_data "
-    "launch.processes launch.agents agents.play trainers.ppo trainers.evaluation "
-    "trainers.checkpointing trainers.exporting trainers.model_update trainers.experience_maker "
-    "rewards.rule rewards.function rewards.preview observability.recorder "
-    "observability.trackers data.rows data.prompts data.first_look trainers.sources "
-    "trainers.async_source trainers.stages models.adapters workers.base workers.policy "
-    "workers.critic workers.frozen checkpoints.manager rollout.fleet cluster.placement",
+    "train_ppo_ray": "launch.start launch.reinforcement launch.run launch.stages launch.workers "
+    "launch.prompt_data launch.processes launch.agents agents.play trainers.ppo "
+    "trainers.evaluation trainers.checkpointing trainers.exporting trainers.model_update "
+    "trainers.experience_maker rewards.rule rewards.function rewards.preview "
+    "observability.recorder observability.trackers data.rows data.prompts data.first_look "
+    "trainers.sources trainers.async_source trainers.stages models.adapters workers.base "
+    "workers.policy workers.critic workers.frozen checkpoints.manager rollout.fleet "
+    "cluster.placement",
     "serve_rm": "serving.server serving.scorer models.loading",
     "eval": "evaluation.runs evaluation.processes trainers.reward trainers.sources trainers.stages "
     "workers.frozen launch.prompt_data launch.processes launch.agents agents.play "
@@ -330,14 +331,14 @@ def is_read(command: str, path: str) -> bool:
     section, _, leaf = path.rpartition(".")
     last = section.rpartition(".")[2] or "config"
     return any(
-        (name, leaf) in reads(module)
+        (name, leaf) in attributes_read(module)
         for module in READERS[command].split()
         for name in {last} | ALSO_CALLED.get(last, set())
     )
 
 
 @cache
-def reads(module: str) -> set[tuple[str, str]]:
+def attributes_read(module: str) -> set[tuple[str, str]]:
     """Return the (name, attribute) pairs accessed in a module."""
     nodes = [
         node

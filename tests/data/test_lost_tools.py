@@ -180,7 +180,7 @@ def test_pair_is_dropped_if_an_answer_consists_only_of_omitted_tool_calls(
             assert len(rows) == kept
 
 
-def test_multi_message_response_is_trained_on_without_omitted_tool_calls() -> None:
+def test_omitted_tool_calls_are_not_trained_on_in_responses_of_several_messages() -> None:
     tokenizer = build_tokenizer(PLAIN_CHAT, eos="<|end|>")
     row = {"input": [ASKED], "output": WHOLE[1:]}
     rows = SFTDataset(

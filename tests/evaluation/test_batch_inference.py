@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+import re
 from collections import defaultdict
 from collections.abc import Callable, Iterator
 from dataclasses import replace
@@ -27,6 +28,7 @@ from openrlhf.evaluation.post_processing import POST_PROCESSORS
 from openrlhf.launch.identity import request_identity
 from openrlhf.observability.display import Display
 from tests.config.commands import ROOTS, parse
+from tests.full_disk import files_of_at_most
 from tests.tiny import HEADS, character_tokenizer, save_reward_model, save_tiny_model
 
 ROWS = [
@@ -140,6 +142,19 @@ def test_journal_truncated_at_any_byte_keeps_its_complete_rows_and_can_be_resume
         for row in rows.keys() - kept.keys():
             again.add(row, rows[row])
         assert results(path) == rows
+
+
+@pytest.mark.usefixtures("capsys")
+def test_error_for_a_full_disk_names_the_journal_which_keeps_the_finished_rows(
+    tmp_path: Path,
+) -> None:
+    path = tmp_path / "out.jsonl"
+    journal = Journal(path, {"--best_of_n": 2})
+    journal.add(5, ["a"])
+    size = journal.path.stat().st_size
+    with files_of_at_most(size + 3), pytest.raises(DataError, match=re.escape(str(journal.path))):
+        journal.add(6, ["b"])
+    assert results(path) == {5: ["a"]}
 
 
 def test_journal_with_different_settings_is_rejected_with_both_values(tmp_path: Path) -> None:

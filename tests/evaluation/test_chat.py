@@ -64,7 +64,7 @@ def chat(line: str, template: str | None = "q{}a", chat_template: str | None = N
 def test_trailing_space_of_the_template_is_removed_if_the_tokenizer_merges_it_with_answers() -> (
     None
 ):
-    """In training, no answer followed a separate token for the trailing space."""
+    """In training, the space before an answer is never a token of its own."""
     template = "User: {}\nAssistant: "
     for tokenizer, used in ((spaced_tokenizer(), template[:-1]), (character_tokenizer(), template)):
         talk = Chat(config=parse("interactive_chat", ""), tokenizer=tokenizer, template=template)

@@ -6,6 +6,7 @@ import json
 from collections.abc import Sequence
 from contextlib import closing
 from pathlib import Path
+from typing import Any
 
 import pytest
 from datasets import Dataset
@@ -18,12 +19,13 @@ from openrlhf.data.errors import DataError
 from openrlhf.data.first_look import TextFormat, record
 from openrlhf.data.prompts import PromptDataset
 from openrlhf.evaluation.comparing import given_text, readable, sampled
-from openrlhf.evaluation.runs import WrittenAnswers, read_answers, run_evaluation
+from openrlhf.evaluation.runs import Candidate, WrittenAnswers, read_answers, run_evaluation
 from openrlhf.models.loading import ModelError
 from openrlhf.rewards.protocol import Reward, RewardRequest, RewardResult
 from openrlhf.rollout.background import BackgroundLoop
 from openrlhf.rollout.generator import RolloutGenerator, SamplingSpec
 from openrlhf.trainers.sources import evaluate
+from tests.agents.tokenizers import TOKENIZERS
 from tests.tiny import character_tokenizer, save_reward_model, save_tiny_model
 
 SPEC = SamplingSpec(
@@ -92,12 +94,31 @@ def config_of(model: str, line: str) -> EvaluationConfig:
     )
 
 
+def candidate(tokenizer: Any, prompts: list[str]) -> Candidate:
+    rows = PromptDataset(Dataset.from_dict({"input": prompts}), tokenizer, RLDataConfig())
+    return Candidate(path="", tokenizer=tokenizer, prompts=rows)
+
+
 def test_answers_read_from_a_column_end_with_the_eos_token(model: str) -> None:
     config = config_of(model, "--task rm_accuracy --reward.model_name_or_path {model}")
     tokenizer = character_tokenizer()
-    assert read_answers(config, tokenizer, "output") == [tokenizer("2<eos>")["input_ids"]]
+    asked = candidate(tokenizer, ["1+1="])
+    assert read_answers(config, asked, "output") == [tokenizer("2<eos>")["input_ids"]]
     with pytest.raises(DataError, match=r"no column 'gone', which --against\.answer_key names"):
-        read_answers(config, tokenizer, "gone")
+        read_answers(config, asked, "gone")
+
+
+@pytest.mark.parametrize("kind", TOKENIZERS)
+@pytest.mark.parametrize("prompt", ["How many?\n", "How many?"])
+def test_answer_from_a_column_is_tokenized_as_the_continuation_of_its_prompt(
+    model: str, kind: str, prompt: str
+) -> None:
+    config = config_of(model, "--task rm_accuracy --reward.model_name_or_path {model}")
+    tokenizer = TOKENIZERS[kind]()
+    asked = candidate(tokenizer, [prompt])
+    [answer] = read_answers(config, asked, "output")
+    joined = tokenizer(f"{prompt}2", add_special_tokens=False)["input_ids"]
+    assert [*asked.prompts[0].tokens, *answer] == [*joined, tokenizer.eos_token_id]
 
 
 @pytest.mark.parametrize(

@@ -230,7 +230,7 @@ SPLITS: dict[str, tuple[int, dict[str, Any]]] = {
 
 @golden("split", slow=True)
 def split(folder: Path) -> dict[str, Any]:
-    """Return the numbers of one SFT run under several splits into processes and micro-batches."""
+    """Return the results of an SFT run with each split into processes and micro-batches."""
     make_models(folder)
     results = {}
     for number, (name, (processes, own_flags)) in enumerate(SPLITS.items()):

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import errno
+import os
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -96,3 +98,20 @@ def test_changing_any_row_recomputes_scores(place: int, runs: Runs) -> None:
     changed = [*ROWS[:place], ROWS[place] | {"rejected": "x"}, *ROWS[place + 1 :]]
     assert runs.scores(rows=changed)
     assert not runs.scores(rows=changed)
+
+
+def test_scores_that_cannot_be_stored_are_computed_again_by_the_next_run(
+    runs: Runs,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    def write(path: Path, contents: str) -> None:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    with monkeypatch.context() as full_disk:
+        full_disk.setattr(precompute, "write_atomically", write)
+        assert runs.scores(rows=ROWS[:100])
+    assert str(tmp_path / "checkpoints" / "reference-") in capsys.readouterr().err
+    assert runs.scores(rows=ROWS[:100])
+    assert not runs.scores(rows=ROWS[:100])

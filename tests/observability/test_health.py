@@ -270,3 +270,9 @@ def test_flags_in_explanations_exist_and_every_problem_has_a_rule() -> None:
     assert named - known == set()
     assert named & set(flags_of(PPOConfig)) and named & set(flags_of(SFTConfig))
     assert {rule.problem for rule in RULES} == set(MEANING)
+
+
+def test_notice_about_a_mismatch_names_the_flags_that_make_a_correction_biased() -> None:
+    [notice] = notices_of({"step": n, "train/logprob_gap_mean": 0.5} for n in range(3))
+    for flag in ("--rollout.top_p", "--rollout.top_k", "--algo.advantage.is_correction_level"):
+        assert flag in notice

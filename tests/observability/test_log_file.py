@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-import resource
-from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
@@ -15,22 +12,9 @@ from openrlhf.observability import log_file
 from openrlhf.observability.log_file import LogFile
 from openrlhf.observability.recorder import Recorder
 from openrlhf.observability.run_folder import METRICS, read_lines
+from tests.full_disk import files_of_at_most
 
 FULL = Path("/dev/full")  # every write fails, as it would on a full disk
-
-
-@contextmanager
-def files_of_at_most(size: int) -> Iterator[None]:
-    """Make writes beyond the first `size` bytes of a file fail until the block exits.
-
-    Part of a line may still be written, as happens on a disk that fills up.
-    """
-    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
-    resource.setrlimit(resource.RLIMIT_FSIZE, (size, hard))
-    try:
-        yield
-    finally:
-        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
 
 
 def test_pending_lines_are_written_in_order_once_disk_has_room(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -199,6 +200,22 @@ def test_notice_appears_once_on_terminal_and_in_report(
     notice = "Steps 1 to 5: train/dead_groups is 1. "
     assert printed.count("[notice] ") == printed.count(notice) == 1
     assert (tmp_path / "report.html").read_text().count(notice) == 1
+
+
+def test_notices_consider_steps_that_are_not_logged(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    made = recorder(tmp_path, logging_steps=10)
+    log_dead_groups(made, 1, 6)
+    made.step(7, {"train/loss": math.nan})
+    made.step(8, {"train/loss": 1.0})
+    printed = capsys.readouterr().out
+    assert "[notice] Steps 1 to 5: train/dead_groups is 1." in printed
+    assert "[notice] Step 7: train/loss is nan." in printed
+    # Only the steps with a notice are logged.
+    assert [row["step"] for row in rows(tmp_path, "metrics.jsonl")] == [5, 7]
+    made.close()
+    assert "Step 7: train/loss is nan." in (tmp_path / "report.html").read_text()
 
 
 def test_resumed_run_continues_curves_and_does_not_repeat_notices(

@@ -51,7 +51,7 @@ def test_unknown_device_requires_a_memory_size() -> None:
 
 
 @pytest.mark.parametrize(("text", "same"), [("8xh100", "8xH100"), ("4x24gb", "4x24GB")])
-def test_case_of_cluster_does_not_matter(text: str, same: str) -> None:
+def test_cluster_is_read_in_upper_and_lower_case(text: str, same: str) -> None:
     assert parse_cluster(text) == parse_cluster(same)
 
 

@@ -141,7 +141,7 @@ def test_zero_stages_shard_the_states_described_in_the_paper() -> None:
     assert held[3].weights < held[2].weights / 3
 
 
-def test_more_recomputed_layers_need_less_memory_and_offload_moves_their_inputs() -> None:
+def test_recomputing_more_layers_needs_less_memory_and_offload_moves_their_inputs() -> None:
     roles = [replace(ROLE, gradient_checkpointing=True, checkpoint_every=n) for n in (1, 2, 4)]
     activations = [predict_role(role, CUDA)[Instant.BACKWARD].activations for role in roles]
     assert sorted(activations) == activations

@@ -25,7 +25,7 @@ BUCKET = 500_000_000  # elements
 
 
 def step_bytes(role: ModelRole) -> int:
-    return RoleMemory(role, CUDA).train()[Instant.STEP].total
+    return RoleMemory(role, CUDA).train_peaks()[Instant.STEP].total
 
 
 @pytest.fixture

@@ -13,6 +13,7 @@ from openrlhf.core.trajectory import Prompt
 from openrlhf.isolation.pool import ProcessPool
 from openrlhf.rewards.function import FunctionReward
 from openrlhf.rewards.preview import answered, reward_preview, wrong_requests
+from tests.agents.tokenizers import TOKENIZERS
 from tests.tiny import character_tokenizer
 
 TOKENIZER = character_tokenizer()
@@ -42,6 +43,14 @@ def test_correct_answer_ends_with_the_eos_token() -> None:
     request = answered(TOKENIZER, "1+1=", "2", "2")
     assert (request.query, request.response, request.answer) == ("1+1=2<eos>", "2<eos>", "2")
     assert answered(TOKENIZER, "1+1=", "2", "2<eos>") == request
+
+
+@pytest.mark.parametrize("kind", TOKENIZERS)
+def test_answer_is_tokenized_as_the_continuation_of_the_prompt(kind: str) -> None:
+    """A sentencepiece tokenizer would put a space before a text that stands alone."""
+    tokenizer = TOKENIZERS[kind]()
+    request = answered(tokenizer, "How many?\n", "2", "2")
+    assert request.query.removeprefix(request.prompt) == f"2{tokenizer.eos_token}"
 
 
 def test_preview_warns_about_reward_that_does_not_expect_the_eos_token(

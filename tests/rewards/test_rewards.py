@@ -261,7 +261,7 @@ def test_only_the_texts_that_a_reward_reads_are_decoded(pool: ProcessPool, tmp_p
         (FunctionReward(RuleConfig(remote_url=str(file), timeout=30), pool), "1+1=2<eos>", ""),
         (VerifierReward(RuleConfig(verifier="math", timeout=30), pool), "", "2"),
     ):
-        seen = request_of(tokenizer, "1+1=", "2", asked, sampled, reads=reward.reads)
+        seen = request_of(tokenizer, "1+1=", "2", asked, sampled, extra_fields=reward.extra_fields)
         assert (seen.query, seen.response, seen.answer) == (query, "2<eos>", answer)
         assert rewards_of(score(reward, seen)) == [1.0]
     assert request_of(tokenizer, "1+1=", "2", asked, []).response == ""

@@ -162,7 +162,7 @@ def test_stream_yields_a_filtered_group_and_starts_another_prompt() -> None:
 class Gate:
     """A slow reward function that counts running prompts and never returns for prompt 5."""
 
-    reads = ()
+    extra_fields = ()
 
     def __init__(self) -> None:
         self.waiting, self.most, self.cancelled = 0, 0, 0

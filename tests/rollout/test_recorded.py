@@ -18,11 +18,12 @@ from openrlhf.config.rollout import RewardConfig, RolloutConfig
 from openrlhf.core.trajectory import Prompt, Trajectory
 from openrlhf.data.errors import DataError
 from openrlhf.observability.metrics import Metric
-from openrlhf.rollout.background import BackgroundLoop
+from openrlhf.rollout.background import BackgroundLoop, RolloutError
 from openrlhf.rollout.episode_files import EpisodeFolder
 from openrlhf.rollout.generator import Generator, Group, Request, SamplingSpec
 from openrlhf.rollout.recorded import DumpingGenerator, ReplayGenerator
 from openrlhf.trainers.sources import SyncSource, evaluate
+from tests.full_disk import files_of_at_most
 from tests.rollout.test_episode_files import IN_ONE_FOLDER
 from tests.streams import rollout
 from tests.trainers.episodes import episode
@@ -233,3 +234,25 @@ def test_replay_raises_if_prompt_tokens_differ(tmp_path: Path) -> None:
         match=r"prompt 0 .*tokens \[1\]….*tokens \[2\]….*tokenizer",
     ):
         rollout(ReplayGenerator(files), [Prompt(index=0, text="a", tokens=[2])], SPEC)
+
+
+def test_episode_file_that_cannot_be_written_is_reported_once_and_the_run_continues(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    prompts = Prompts(6)
+    with files_of_at_most(0):
+        seen = dumped(tmp_path, prompts)
+    assert [step for step, _, _ in seen] == [1, 2, 3, 4, 5, 6]
+    said = capsys.readouterr().err
+    assert said.count(str(tmp_path)) == said.count("step-000001.jsonl.gz") == 1
+    assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.usefixtures("capsys")
+def test_run_whose_result_is_episodes_ends_if_a_file_cannot_be_written(tmp_path: Path) -> None:
+    generator = DumpingGenerator(Dice(0), EpisodeFolder(tmp_path), run={}, required=True)
+    with (
+        files_of_at_most(0),
+        pytest.raises(RolloutError, match=r"--rollout\.dump_dir.*step-000001"),
+    ):
+        run(Prompts(6), generator)

@@ -242,7 +242,7 @@ class SlowEngines(Engines):
 class SlowReward:
     """A reward function that returns 1 when `scored` is set."""
 
-    reads = ()
+    extra_fields = ()
 
     def __init__(self) -> None:
         self.scored = asyncio.Event()

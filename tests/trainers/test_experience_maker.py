@@ -18,10 +18,16 @@ from openrlhf.config.flags import amend
 from openrlhf.config.ppo import PPOConfig
 from openrlhf.config.rollout import RewardConfig
 from openrlhf.core.batches import Experience, TokenRows, offsets_of
+from openrlhf.core.trajectory import Exclusion
 from openrlhf.observability.metrics import values
 from openrlhf.rewards.protocol import combined
 from openrlhf.trainers import stages
-from openrlhf.trainers.experience_maker import ExperienceMaker, StepBatch, group_metrics, trainable
+from openrlhf.trainers.experience_maker import (
+    ExperienceMaker,
+    StepBatch,
+    find_exclusions,
+    group_metrics,
+)
 from openrlhf.trainers.filtering import thrown_away
 from openrlhf.trainers.stages import ColumnStage, EarlyStages, EpisodeRows, RewardStage, Stage
 from openrlhf.workers.critic import CriticWorker
@@ -352,7 +358,7 @@ def annotated(
 ) -> StepBatch:
     wanted: list[Stage] = [
         column_stage("old_logprobs"),
-        column_stage("values", reads=Experience.texts),
+        column_stage("values", inputs=Experience.texts),
     ]
     if broken is not None:
         wanted = [judges(broken, weights=WEIGHTS), *wanted]
@@ -373,7 +379,7 @@ def test_stage_is_sent_only_the_columns_that_it_reads() -> None:
 
 def test_early_stages_leave_failed_episodes_unchanged_and_in_place() -> None:
     group = [episode(0, 0, score=1.0), failed(0, 1), episode(0, 2, score=0.0, actions=0)]
-    lengths = column_stage("values", reads=Experience.texts)
+    lengths = column_stage("values", inputs=Experience.texts)
     early = EarlyStages(stages=[judges(weights=WEIGHTS), lengths], timeout_s=1.0)
     first, untouched, last = asyncio.run(early.score_group(group))
     assert untouched is group[1]
@@ -407,7 +413,7 @@ def test_column_present_in_every_episode_is_not_recomputed() -> None:
 
 def test_update_is_sent_only_the_columns_that_its_role_reads() -> None:
     batch = annotated([episode(0, 0, score=1.0), episode(0, 1, score=0.0)])
-    sent = batch.experience.only(*CriticWorker.reads)
+    sent = batch.experience.only(*CriticWorker.update_columns)
     assert sent.values is not None
     assert (sent.old_logprobs, sent.rollout_logprobs) == (None, None)
 
@@ -422,7 +428,7 @@ def test_model_rewards_are_added_together_with_the_other_columns() -> None:
     # The rewards are 0.5 · 1 + 2 · row + 1 · the function's reward.
     assert batch.experience.rewards.tolist() == [4.5, 8.5]
     assert [t.reward for t in batch.trajectories] == [4.5, 8.5, None]
-    assert batch.kept == batch.trajectories[:2]
+    assert batch.exclusions == [None, None, Exclusion.FAILED]
     assert batch.experience.turn_rewards is not None
     assert batch.experience.turn_rewards.tolist() == [0, 0, 0, 6.0]
     assert "timing/reward_models" in batch.timing
@@ -436,7 +442,8 @@ def test_function_reward_alone_is_weighted_and_unrewarded_episodes_get_zero() ->
     ]
     batch = maker_of([judges(models=False, weights=(0.25,))]).annotate(came)
     assert batch.experience.rewards.tolist() == [1.0, 0.0]
-    assert [t.score for t in batch.kept] == [4.0, 0.0]
+    assert [t.score for t in batch.trajectories[:2]] == [4.0, 0.0]
+    assert batch.exclusions == [None, None, Exclusion.FAILED]
     assert not batch.timing
 
 
@@ -449,7 +456,7 @@ def test_sample_with_nonfinite_reward_fails_and_its_row_is_dropped() -> None:
     ]
     batch = annotated(came, broken=(0,))
     assert [t.failed for t in batch.trajectories] == [True, False, False, False]
-    assert batch.kept == batch.trajectories[2:]  # sample 1 is alone in its group
+    assert batch.exclusions == [Exclusion.FAILED, Exclusion.ALONE, None, None]
     assert batch.experience.lengths.tolist() == [4, 2]
     assert batch.experience.old_logprobs is not None
     assert batch.experience.old_logprobs.tolist() == [0, 4, 4, 4, 0, 2]
@@ -458,7 +465,8 @@ def test_sample_with_nonfinite_reward_fails_and_its_row_is_dropped() -> None:
 def test_no_worker_is_called_if_all_episodes_failed() -> None:
     SENT.clear()
     batch = annotated([failed(0, 0), failed(0, 1)], broken=())
-    assert (batch.kept, batch.experience.num_rows, SENT) == ([], 0, [])
+    assert (batch.experience.num_rows, SENT) == (0, [])
+    assert batch.exclusions == [Exclusion.FAILED] * 2
     assert len(batch.trajectories) == 2
 
 
@@ -466,7 +474,9 @@ def test_no_worker_is_called_if_all_episodes_failed() -> None:
 
 
 def kept(trajectories: list[Any], *, needs_groups: bool) -> list[Any]:
-    return [trajectories[i] for i in trainable(trajectories, needs_groups=needs_groups)]
+    exclusions = find_exclusions(trajectories, needs_groups=needs_groups)
+    pairs = zip(trajectories, exclusions, strict=True)
+    return [trajectory for trajectory, exclusion in pairs if exclusion is None]
 
 
 def test_failed_episodes_are_not_trained_on() -> None:

@@ -144,7 +144,7 @@ class Decoder:
 class Table:
     """Rewards by dataset row, given either by a reward function or later by a reward model."""
 
-    reads = ()
+    extra_fields = ()
 
     def __init__(self, rows: Sequence[Scores]) -> None:
         self.rows = {f"row {number}": scores for number, scores in enumerate(rows)}

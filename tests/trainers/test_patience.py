@@ -16,6 +16,7 @@ import pytest
 from torch import nn
 
 from openrlhf import termination
+from openrlhf.algorithms.kl import KLController
 from openrlhf.checkpoints.manager import CheckpointManager
 from openrlhf.checkpoints.manifest import RunState
 from openrlhf.config.learning import RLEvalConfig, RLFlags, RLTrainConfig
@@ -49,6 +50,7 @@ class Weights:
 
     def __init__(self) -> None:
         self.made_by = 0
+        self.saves = 0  # number of written checkpoints
         self.exported: int | None = None
         self.strategy = Alone(0, 1, 2)
 
@@ -57,6 +59,7 @@ class Weights:
         return StepResult(applied=True, grad_norm=0.0, lr=0.0)
 
     def save(self, directory: str, tag: str) -> None:
+        self.saves += 1
         (Path(directory) / tag / "weights").write_text(str(self.made_by))
 
     def load(self, directory: str, tag: str) -> None:
@@ -180,7 +183,12 @@ class Prompts:
 
 def annotated(trajectories: list[Any]) -> StepBatch:
     experience = Experience.from_trajectories(trajectories)
-    return StepBatch(experience=experience, trajectories=trajectories, kept=trajectories, timing={})
+    return StepBatch(
+        experience=experience,
+        trajectories=trajectories,
+        exclusions=[None] * len(trajectories),
+        timing={},
+    )
 
 
 class OnPolicy:
@@ -214,8 +222,9 @@ class OnPolicy:
         policy: Any = self.weights_made
         source: Any = Prompts()
         log: Any = self.log
-        kl: Any = SimpleNamespace(coef=None)
-        maker: Any = SimpleNamespace(annotate=annotated, credit=lambda e: (e, {}), kl=kl)
+        maker: Any = SimpleNamespace(
+            annotate=annotated, credit=lambda e: (e, {}), kl=KLController(coef=0.0)
+        )
         publisher: Any = SimpleNamespace(publish=lambda _: None)
         self.loop: Any = assemble(
             source,
@@ -342,6 +351,15 @@ def test_supervised_run_terminated_during_its_export_finishes_the_export(
     assert trainer.weights.exported == STEPS
 
 
+def test_supervised_run_writes_a_step_once_if_it_is_also_the_best(tmp_path: Path) -> None:
+    """Steps 1, 2, 4 and 8 are new bests."""
+    trainer = Supervised(tmp_path, LOSSES, patience=4, save_steps=1)
+    trainer.fit()
+    assert trainer.weights.saves == STEPS
+    assert checkpoints_in(tmp_path).find(STEPS, best=False)
+    assert checkpoints_in(tmp_path).find(STEPS, best=True)
+
+
 # ---- RL
 
 
@@ -410,3 +428,13 @@ def test_last_policy_is_exported_without_patience(tmp_path: Path) -> None:
     trainer.fit()
     assert (trainer.log.evaluated[-1], trainer.weights_made.exported) == (STEPS, STEPS)
     assert trainer.log.said == [f"model: {Path('ckpt').absolute()}"]
+
+
+def test_rl_run_writes_a_step_once_if_it_is_also_the_best(tmp_path: Path) -> None:
+    """Steps 1, 2 and 6 are new bests."""
+    trainer = OnPolicy(tmp_path, [*SCORES, 0.1, 0.1], patience=None, save_steps=1)
+    trainer.fit()
+    assert trainer.weights_made.saves == STEPS
+    for step in range(1, STEPS + 1):
+        assert trainer.saved.find(step, best=False)
+    assert trainer.saved.find(6, best=True)

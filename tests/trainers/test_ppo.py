@@ -19,16 +19,18 @@ from openrlhf.config.learning import CriticConfig, RLEvalConfig, RLFlags, RLTrai
 from openrlhf.config.rollout import RewardConfig, RolloutConfig
 from openrlhf.config.shared import CheckpointConfig
 from openrlhf.core.batches import Experience
-from openrlhf.core.trajectory import Failure, StopReason, Trajectory
+from openrlhf.core.trajectory import Exclusion, Failure, StopReason, Trajectory
 from openrlhf.observability.metrics import Mean, Metric, values
 from openrlhf.rewards.budget import ErrorBudget, RewardErrors
 from openrlhf.rollout.background import RolloutError
 from openrlhf.rollout.episode_metrics import rollout_metrics
-from openrlhf.trainers.experience_maker import StepBatch, trainable
+from openrlhf.trainers.experience_maker import StepBatch, find_exclusions
 from openrlhf.trainers.filtering import DynamicFilter, thrown_away
 from openrlhf.trainers.outcome import NothingLearned
 from openrlhf.trainers.ppo import assemble
 from tests.trainers.episodes import episode, failed
+
+FAILED = Exclusion.FAILED
 
 # ---- rollout metrics
 
@@ -39,7 +41,7 @@ def test_rollout_metrics_match_hand_computed_values() -> None:
         episode(0, 1, score=0.0, actions=4, stop=StopReason.LENGTH),
         episode(1, 0, score=2.0, actions=3),
     ]
-    assert values(rollout_metrics([*kept, failed(1, 1)], kept)) == pytest.approx(
+    assert values(rollout_metrics([*kept, failed(1, 1)], [None] * 3 + [FAILED])) == pytest.approx(
         {
             "rollout/reward_mean": 1.0,
             "rollout/reward_std": 1.0,
@@ -57,7 +59,8 @@ def test_failures_are_counted_by_type_even_in_kept_episodes() -> None:
         replace(failed(0, 0), failure=Failure.TIMEOUT),
         replace(episode(0, 1, score=0.0), failure=Failure.EXIT),
     )
-    metrics = values(rollout_metrics([late, late, kept, episode(0, 2, score=1.0)], [kept]))
+    episodes = [late, late, kept, episode(0, 2, score=1.0)]
+    metrics = values(rollout_metrics(episodes, [FAILED, FAILED, None, Exclusion.ALONE]))
     counted = {name: value for name, value in metrics.items() if name.startswith("train/failed")}
     assert counted == {
         "train/failed_episodes": 2.0,
@@ -72,12 +75,12 @@ def test_user_metrics_are_averaged_over_the_samples_that_report_them() -> None:
         episode(0, 1, score=0.0, extra_logs={"format": 0.0, "accuracy": 0.25}),
         episode(0, 2, score=0.0),
     ]
-    metrics = values(rollout_metrics(kept, kept))
+    metrics = values(rollout_metrics(kept, [None] * len(kept)))
     assert (metrics["train/format"], metrics["train/accuracy"]) == (0.5, 0.25)
 
 
 def test_only_counts_are_logged_if_all_episodes_failed() -> None:
-    metrics = values(rollout_metrics([failed(0, 0), failed(0, 1)], []))
+    metrics = values(rollout_metrics([failed(0, 0), failed(0, 1)], [FAILED] * 2))
     assert metrics == {
         "rollout/reward_std": 0.0,
         "rollout/num_samples": 0.0,
@@ -91,7 +94,7 @@ def test_user_metrics_do_not_overwrite_built_in_metrics() -> None:
             score=1.0, extra_logs={"kl": 5.0, "actor_lr": 2.0, "format": 0.5, "reward_rule": 1.0}
         )
     ]
-    metrics = values(rollout_metrics(kept, kept))
+    metrics = values(rollout_metrics(kept, [None] * len(kept)))
     assert "train/kl" not in metrics and "train/actor_lr" not in metrics
     own = {
         "train/user_kl": 5.0,
@@ -110,8 +113,8 @@ def test_every_sampled_episode_is_counted_in_exactly_one_metric(
     """The batch has four samples of a group, a filtered group, and episodes without actions."""
     group = [failed(0, n) if n < broken else episode(0, n, score=1.0) for n in range(4)]
     episodes = [*group, *FILTERED, *[episode(2, n, score=1.0, actions=0) for n in range(2)]]
-    kept = [episodes[i] for i in trainable(episodes, needs_groups=needs_groups)]
-    metrics = values(rollout_metrics(episodes, kept))
+    exclusions = find_exclusions(episodes, needs_groups=needs_groups)
+    metrics = values(rollout_metrics(episodes, exclusions))
     counted = [
         metrics[name]
         for name in ("rollout/num_samples", "train/failed_episodes", "train/left_out_episodes")
@@ -188,9 +191,12 @@ class Nothing:
         self.published.append(version)
 
     def annotate(self, trajectories: list[Trajectory]) -> StepBatch:
-        kept = [trajectories[i] for i in trainable(trajectories, needs_groups=True)]
-        experience = Experience.from_trajectories(kept)
-        return StepBatch(experience=experience, trajectories=trajectories, kept=kept, timing={})
+        exclusions = find_exclusions(trajectories, needs_groups=True)
+        pairs = zip(trajectories, exclusions, strict=True)
+        experience = Experience.from_trajectories([each for each, why in pairs if why is None])
+        return StepBatch(
+            experience=experience, trajectories=trajectories, exclusions=exclusions, timing={}
+        )
 
     def credit(self, experience: Experience) -> tuple[Experience, dict[str, Metric]]:
         return experience, {}
@@ -547,5 +553,20 @@ def test_weights_are_published_only_if_the_policy_has_changed(
     freezing_steps: int, published: list[int]
 ) -> None:
     weights = Nothing()
-    events([KEPT] * 3, freezing_steps=freezing_steps, weights=weights)
+    events([KEPT] * 4, freezing_steps=freezing_steps, weights=weights)
     assert weights.published == published
+
+
+@pytest.mark.parametrize(
+    ("eval_steps", "has_prompts", "published"),
+    [(-1, True, [0, 1]), (9, True, [0, 1, 2]), (9, False, [0, 1])],
+)
+def test_weights_of_the_last_step_are_published_only_for_an_evaluation(
+    eval_steps: int, has_prompts: bool, published: list[int]
+) -> None:
+    made = trainer([KEPT, KEPT], Notes(), eval_steps=eval_steps)
+    made.weights = made.maker = Nothing()
+    if not has_prompts:
+        made.evaluation.play = None
+    made.fit()
+    assert made.weights.published == published

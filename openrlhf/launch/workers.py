@@ -1,0 +1,76 @@
+"""Loads the models of an RL run: a group of workers for each role that the run has."""
+
+from collections.abc import Sequence
+
+from openrlhf.cluster.worker_group import Call, HostHandles, WorkerGroup, wait_for
+from openrlhf.config.ppo import PPOConfig
+from openrlhf.launch import settings
+from openrlhf.launch.processes import connect_hosts
+from openrlhf.workers.base import RoleSettings
+from openrlhf.workers.critic import CriticWorker
+from openrlhf.workers.frozen import ReferenceWorker, RewardModelSettings, RewardWorker
+from openrlhf.workers.policy import PolicyWorker
+
+# A worker class, and the settings with which its workers are created.
+ModelWorker = (
+    tuple[type[PolicyWorker | CriticWorker | ReferenceWorker], RoleSettings]
+    | tuple[type[RewardWorker], RewardModelSettings]
+)
+
+
+def start_workers(
+    config: PPOConfig, processes: Sequence[HostHandles], *, prompts: int, log_dir: str
+) -> dict[str, WorkerGroup]:
+    """Connect the processes of every host group, and load the models of their roles.
+
+    `prompts` is the number of training prompts. Returns the worker groups by role.
+    """
+    for hosts in processes:
+        connect_hosts(config, hosts, log_dir=log_dir)
+    groups: dict[str, WorkerGroup] = {}
+    created: list[Call] = []
+    for hosts in processes:
+        for role in hosts.group.roles:
+            worker, worker_settings = worker_of(role, config, prompts)
+            groups[role] = WorkerGroup(
+                hosts, role, attention_length=settings.attention_length_of(worker_settings)
+            )
+            created += groups[role].create(worker, worker_settings)
+    wait_for(created, timeout_s=config.train.setup_timeout, doing="load the models")
+    return groups
+
+
+def worker_of(role: str, config: PPOConfig, prompts: int) -> ModelWorker:
+    """Return the worker class and the settings of a role in a run with `prompts` prompts."""
+    match role:
+        case "actor":
+            return PolicyWorker, policy_settings(config, prompts)
+        case "ref":
+            return ReferenceWorker, frozen_settings(config, config.actor.model_name_or_path)
+        case "teacher":
+            assert config.local_teacher
+            return ReferenceWorker, frozen_settings(config, config.local_teacher)
+        case "critic":
+            return CriticWorker, critic_settings(config, prompts)
+        case "reward":
+            return RewardWorker, settings.reward_settings(config)
+        case _:
+            raise ValueError(f"the role {role} has no worker class")
+
+
+def policy_settings(config: PPOConfig, prompts: int) -> RoleSettings:
+    """Return the settings of the policy, which is not trained in the critic's first steps."""
+    steps = settings.optimizer_steps(config, prompts, after=config.frozen_steps)
+    return settings.trained_settings(config, config.actor.model_name_or_path, steps)
+
+
+def critic_settings(config: PPOConfig, prompts: int) -> RoleSettings:
+    """Return the settings of the critic, which is trained in every step."""
+    assert config.critic.model_name_or_path
+    steps = settings.optimizer_steps(config, prompts)
+    return settings.trained_settings(config, config.critic.model_name_or_path, steps)
+
+
+def frozen_settings(config: PPOConfig, path: str) -> RoleSettings:
+    """Return the settings of a reference or a teacher."""
+    return RoleSettings(config=config, load=settings.load_spec(config, path))
