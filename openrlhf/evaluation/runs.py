@@ -181,11 +181,7 @@ def read_candidate(config: EvaluationConfig, section: Literal["model", "against"
     flag = f"--{section}.model_name_or_path"
     model = f"{flag} {path}"
     tokenizer = policy_tokenizer(config, path, flag=flag)
-    models = collect(
-        partial(check_agents, config, tokenizer),
-        partial(check_reward_models, config, tokenizer, policy=model),
-    )
-    report(*models)
+    check_reward_models(config, tokenizer, policy=model)
     prompts = read_prompts(
         config,
         PromptDataset,
@@ -195,7 +191,11 @@ def read_candidate(config: EvaluationConfig, section: Literal["model", "against"
         split=config.eval.split,
         max_samples=config.data.max_samples,
     )
-    report(*prompt_findings(config, prompts, tokenizer, policy=path, flag=flag))
+    checks = collect(
+        partial(prompt_findings, config, prompts, tokenizer, policy=path, flag=flag),
+        partial(check_agents, config, tokenizer, prompts[0]),
+    )
+    report(*checks)
     return Candidate(path=path, tokenizer=tokenizer, prompts=prompts)
 
 
@@ -251,10 +251,7 @@ class Evaluation:
         )
         announce_engines(self.recorder, config, model.path)
         with engines(config, model.path, model.tokenizer, name=name, logs=self.logs) as fleet:
-            scored_later = config.reward.models or config.judge.url
-            agents = make_agents(
-                config, model.tokenizer, needs_reward=not scored_later, log_dir=self.logs
-            )
+            agents = make_agents(config, model.tokenizer, log_dir=self.logs)
             return self._sample(model, fleet, spec, agents)
 
     def written(self, model: Candidate, answers: Sequence[list[int]]) -> list[Trajectory]:

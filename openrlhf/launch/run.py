@@ -200,11 +200,7 @@ class Run:
         if self.replay:
             return ReplayGenerator(self.replay)
         assert self.fleet
-        scored_later = bool(config.reward.models or config.algo.distill.teacher)
-        log_dir = Path(self.log_dir)
-        agents = make_agents(
-            config, self.data.tokenizer, needs_reward=not scored_later, log_dir=log_dir
-        )
+        agents = make_agents(config, self.data.tokenizer, log_dir=Path(self.log_dir))
         if agents:
             self.ends.callback(agents.close)
         generator = RolloutGenerator(

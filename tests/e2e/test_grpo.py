@@ -611,14 +611,14 @@ def test_mixture_of_experts_is_balanced_and_published(
     common = {
         "actor.model_name_or_path": model,
         "actor.aux_loss_coef": 1.0,
-        "data.max_samples": 4 * BATCH,
+        "data.max_samples": 2 * BATCH,
     }
     train_here(grpo_flags(workspace, folder, **common, **changes))
-    assert len(column(folder, "train/logprob_gap_mean")) == 4
+    assert len(column(folder, "train/logprob_gap_mean")) == 2
     assert max(column(folder, "train/logprob_gap_mean")) < 1e-5
     losses = [column(folder, name) for name in ("train/aux_loss", "train/critic_aux_loss")]
     for balance in losses if "algo.advantage.estimator" in changes else losses[:1]:
-        assert len(balance) == 4 and all(
+        assert len(balance) == 2 and all(
             1 < value < 8 for value in balance
         )  # the loss is 2 if the 8 experts are balanced
 
@@ -778,11 +778,11 @@ def test_checkpoint_from_a_different_run_is_rejected_and_left_unchanged(
 def test_gsm8k_chats_are_rendered_and_graded_by_the_math_verifier(
     workspace: Path, data_dir: Path
 ) -> None:
-    """Each of the 64 questions is used once.
+    """Each of the 16 questions is used once.
 
     Each question is rendered by the chat template and graded against an answer such as `#### 72`.
     """
-    lines = (data_dir / "gsm8k/train.jsonl").read_text().splitlines()[:64]
+    lines = (data_dir / "gsm8k/train.jsonl").read_text().splitlines()[:16]
     rows = [json.loads(line) for line in lines]
     chats = [
         {
@@ -806,14 +806,14 @@ def test_gsm8k_chats_are_rendered_and_graded_by_the_math_verifier(
     }
     train_here(grpo_flags(workspace, folder, **changes))
     written = samples(folder)
-    assert len(written) == 64 * 2
+    assert len(written) == 16 * 2
     labels = {f"user: {sayable(row['question'])}\nassistant: ": row["answer"] for row in rows}
     assert Counter(row["prompt"] for row in written) == dict.fromkeys(labels, 2)
     for row in written:
         assert row["error"] is None
         assert row["reward"] in (0.0, 1.0)
         assert row["reward"] == grade_math(row["response"], labels[row["prompt"]])
-    assert column(folder, "train/failed_episodes") == [0.0] * 8
+    assert column(folder, "train/failed_episodes") == [0.0] * 2
 
 
 @pytest.mark.usefixtures("cluster")

@@ -298,7 +298,8 @@ def expected_adapted(models: tuple[str, str]) -> dict[str, dict[str, Any]]:
     return found
 
 
-@pytest.mark.parametrize("ranks", [pytest.param(1, marks=pytest.mark.verify), 2])
+@pytest.mark.verify
+@pytest.mark.parametrize("ranks", [1, 2])
 def test_adapter_update_does_not_depend_on_how_the_window_is_split(
     models: tuple[str, str], expected_adapted: dict[str, dict[str, Any]], ranks: int, tmp_path: Path
 ) -> None:

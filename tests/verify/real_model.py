@@ -159,15 +159,21 @@ def page(runs: Sequence[RealRun]) -> str:
         ]
         lines.append("| " + " | ".join(map(str, cells)) + " |")
     for name in dict.fromkeys(run.name for run in runs):
-        first = next(run for run in runs if run.name == name)
-        lines += ["", f"## {name}", "", f"`{first.command}`"]
-        if first.answers:
-            lines += ["", "| prompt | before | after |", "| --- | --- | --- |"]
-        for answer in first.answers:
-            lines.append(
-                "| " + " | ".join(map(_cell, (answer.prompt, answer.before, answer.after))) + " |"
-            )
+        seeds = [run for run in runs if run.name == name]
+        lines += ["", f"## {name}", "", f"`{seeds[0].command}`", *_answer_table(seeds)]
     return "\n".join(lines) + "\n"
+
+
+def _answer_table(seeds: Sequence[RealRun]) -> list[str]:
+    """Return a table with the answers before training and after training with each seed."""
+    if not seeds[0].answers:
+        return []
+    heads = ["prompt", "before", *(f"after, seed {run.seed}" for run in seeds)]
+    lines = ["", "| " + " | ".join(heads) + " |", "| --- " * len(heads) + "|"]
+    for answers in zip(*(run.answers for run in seeds), strict=True):
+        texts = [answers[0].prompt, answers[0].before, *(each.after for each in answers)]
+        lines.append("| " + " | ".join(map(_cell, texts)) + " |")
+    return lines
 
 
 def _cell(text: str) -> str:
