@@ -81,6 +81,7 @@ class CheckpointManager:
         self.max_bytes = ckpt.max_mem * GIB
         # Nonces of checkpoints that `latest` found to be incomplete.
         self._damaged: set[str] = set()
+        self._best: Checkpoint | None = None  # newest best checkpoint that this manager committed
 
     def latest(self) -> Checkpoint | None:
         """Return the newest complete checkpoint, regular or best, after checking all its files.
@@ -161,16 +162,20 @@ class CheckpointManager:
             (directory / place).mkdir(parents=True)
         return StagedCheckpoint(directory=directory, tag=tag, nonce=nonce, places=tuple(places))
 
-    def save_linked(self, best: Checkpoint) -> Checkpoint | None:
+    def save_linked(self, step: int) -> Checkpoint | None:
         """Commit a regular checkpoint that shares the engine files of the same step's best one.
 
         The files are hard links, so either checkpoint can be removed without the other. An export
-        is copied, because users may edit it. Returns None if the checkpoint could not be saved in
-        this way, for example because the file system has no hard links.
+        is copied, because users may edit it. Returns None if this manager's newest best checkpoint
+        is from a different step, or if the checkpoint could not be saved in this way, for example
+        because the file system has no hard links.
         """
+        best = self._best
+        if best is None or best.state.step != step:
+            return None
         try:
             self._settle()
-            staged = self._stage(_tag(best.state.step), hf=Path(best.hf_dir).name in best.places)
+            staged = self._stage(_tag(step), hf=Path(best.hf_dir).name in best.places)
             for source, target in zip(best.places, staged.places, strict=True):
                 copy: Callable[[str, str], object] = os.link
                 if source.endswith("_hf"):
@@ -206,6 +211,8 @@ class CheckpointManager:
             with suppress(OSError):  # the next call removes the rest
                 self._settle()
             raise self._failed(staged.tag, error) from error
+        if checkpoint.is_best:
+            self._best = checkpoint
         try:
             _remove(staged.directory)
             for part in self.parts:
