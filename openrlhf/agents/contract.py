@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 
 from openrlhf.config.rollout import RuleConfig
 from openrlhf.core.trajectory import Failure
-from openrlhf.data.continuation import encode, encode_after
+from openrlhf.data.continuation import encode_after, encode_text
 from openrlhf.isolation.loading import awaited, load_function, parameters_of, plain
 from openrlhf.rewards.function import Arguments
 from openrlhf.rewards.protocol import RewardRequest, RewardResult, numbers, read_rewards
@@ -222,7 +222,7 @@ class _Episode:
         self.tokenizer = tokenizer
         self.engine = engine
         prompt_room = max(1, max_length - (params.max_tokens or 1))
-        self.tokens = encode(tokenizer, text)[-prompt_room:]
+        self.tokens = encode_text(tokenizer, text)[-prompt_room:]
         self.ranges: list[tuple[int, int]] = []
         self.outputs: list[CompletionOutput] = []  # one per range
         self.rewards: list[float] = []  # one per turn

@@ -14,7 +14,7 @@ from typing import Any
 from transformers import PreTrainedTokenizerBase
 
 from openrlhf.agents.answers import CompletionOutput, EngineRefusal
-from openrlhf.data.continuation import encode, encode_after
+from openrlhf.data.continuation import encode_after, encode_text
 from openrlhf.data.messages import Message, to_messages, with_parsed_arguments
 from openrlhf.data.templates import STAND_IN, in_common, render
 from openrlhf.data.tokenizer import most_characters
@@ -170,7 +170,7 @@ class Conversation:
         check_size(whole, self.max_length)
         if self._answered is None:
             added = whole
-            tokens = encode(self.tokenizer, whole)
+            tokens = encode_text(self.tokenizer, whole)
         else:
             added = self._added(inputs, self._answered)
             continuation = encode_after(self.tokenizer, self.tokens, added)

@@ -36,7 +36,7 @@ from openrlhf.agents.conversation import (
     check_size,
     template_inputs,
 )
-from openrlhf.data.continuation import encode
+from openrlhf.data.continuation import encode_text
 from openrlhf.data.messages import Message
 from openrlhf.rollout.sampling import SamplingParams
 
@@ -218,7 +218,7 @@ class OpenAIAgentExecutor(AgentExecutorBase):
                 )
                 text = inputs.render(self._tokenizer)
             check_size(text, self._max_length)
-            tokens = encode(self._tokenizer, text)
+            tokens = encode_text(self._tokenizer, text)
             return {"tokens": tokens, "count": len(tokens), "max_model_len": self._max_length}
 
         @app.post("/v1/chat/completions")

@@ -64,7 +64,7 @@ class CheckpointManager:
 
     `parts` are the engines in a checkpoint (none with --ckpt.disable_ds). --ckpt.max_num limits the
     number of regular checkpoints, and --ckpt.max_mem limits the size of all checkpoints in GiB;
-    both include the newest checkpoint.
+    both include the newest checkpoint. Files that two checkpoints share count once.
     """
 
     def __init__(self, ckpt: CheckpointConfig, parts: Sequence[str] = ("",)) -> None:
@@ -81,6 +81,7 @@ class CheckpointManager:
         self.max_bytes = ckpt.max_mem * GIB
         # Nonces of checkpoints that `latest` found to be incomplete.
         self._damaged: set[str] = set()
+        self._best: Checkpoint | None = None  # newest best checkpoint that this manager committed
 
     def latest(self) -> Checkpoint | None:
         """Return the newest complete checkpoint, regular or best, after checking all its files.
@@ -161,16 +162,20 @@ class CheckpointManager:
             (directory / place).mkdir(parents=True)
         return StagedCheckpoint(directory=directory, tag=tag, nonce=nonce, places=tuple(places))
 
-    def save_linked(self, best: Checkpoint) -> Checkpoint | None:
+    def save_linked(self, step: int) -> Checkpoint | None:
         """Commit a regular checkpoint that shares the engine files of the same step's best one.
 
         The files are hard links, so either checkpoint can be removed without the other. An export
-        is copied, because users may edit it. Returns None if the checkpoint could not be saved in
-        this way, for example because the file system has no hard links.
+        is copied, because users may edit it. Returns None if this manager's newest best checkpoint
+        is from a different step, or if the checkpoint could not be saved in this way, for example
+        because the file system has no hard links.
         """
+        best = self._best
+        if best is None or best.state.step != step:
+            return None
         try:
             self._settle()
-            staged = self._stage(_tag(best.state.step), hf=Path(best.hf_dir).name in best.places)
+            staged = self._stage(_tag(step), hf=Path(best.hf_dir).name in best.places)
             for source, target in zip(best.places, staged.places, strict=True):
                 copy: Callable[[str, str], object] = os.link
                 if source.endswith("_hf"):
@@ -206,6 +211,8 @@ class CheckpointManager:
             with suppress(OSError):  # the next call removes the rest
                 self._settle()
             raise self._failed(staged.tag, error) from error
+        if checkpoint.is_best:
+            self._best = checkpoint
         try:
             _remove(staged.directory)
             for part in self.parts:
@@ -306,7 +313,7 @@ class CheckpointManager:
             manifest = checkpoint.tag + MANIFEST
             move(self.root / manifest, self._aside(checkpoint) / manifest)
         self._settle()
-        size = _total_size(self.checkpoints())
+        size = _size_on_disk(self.checkpoints())
         if size > self.max_bytes:
             warn(
                 f"The checkpoints that must be kept in {self.root} take {size / GIB:.4g} GiB, more "
@@ -348,7 +355,7 @@ class CheckpointManager:
         The finding is a failure if not even one checkpoint fits.
         """
         disk = disk_of(self.root)
-        kept = _total_size(self.checkpoints())  # freed as new checkpoints are written
+        kept = _size_on_disk(self.checkpoints())  # freed as new checkpoints are written
         needed = min((self.max_num + 1) * size, self.max_bytes + size)
         fails = disk.free < size
         if not disk.total or not (fails or disk.free + kept < needed):
@@ -368,7 +375,10 @@ class CheckpointManager:
 
     def _check_space(self) -> None:
         """Raise OSError if the disk has less free space than the last checkpoint took."""
-        needed = _total_size(self.checkpoints()[-1:])
+        checkpoints = self.checkpoints()
+        if not checkpoints:
+            return
+        needed = checkpoints[-1].size
         free = shutil.disk_usage(self.root).free
         if free < needed:
             raise OSError(
@@ -391,11 +401,13 @@ def evictions(
     exceed a limit, regular checkpoints are removed in this order: damaged checkpoints (whose nonces
     are in `damaged`), checkpoints without a metric, and finally all others, starting with the worst
     metric. Among equals, the oldest checkpoint is removed first. The newest checkpoint and the most
-    recent best checkpoint are always kept.
+    recent best checkpoint are always kept. Removing a checkpoint does not free files that a kept
+    checkpoint shares.
     """
     evicted = [checkpoint for checkpoint in checkpoints if checkpoint.is_best][:-1]
-    number = sum(not checkpoint.is_best for checkpoint in checkpoints)
-    size = _total_size(checkpoints) - _total_size(evicted)
+    kept = [checkpoint for checkpoint in checkpoints if checkpoint not in evicted]
+    number = sum(not checkpoint.is_best for checkpoint in kept)
+    size = _size_on_disk(kept)
 
     def rank(checkpoint: Checkpoint) -> tuple[bool, bool, float, int]:
         worth = checkpoint.worth
@@ -404,13 +416,28 @@ def evictions(
     for checkpoint in sorted(checkpoints[:-1], key=rank):
         if not checkpoint.is_best and (number > max_num or size > max_bytes):
             evicted.append(checkpoint)
+            kept.remove(checkpoint)
             number -= 1
-            size -= checkpoint.size
+            size = _size_on_disk(kept)
     return evicted
 
 
-def _total_size(checkpoints: Iterable[Checkpoint]) -> int:
-    return sum(checkpoint.size for checkpoint in checkpoints)
+def _size_on_disk(checkpoints: Iterable[Checkpoint]) -> int:
+    """Return the total size of the checkpoints' files in bytes. Hard-linked files count once."""
+    sizes: dict[Path | tuple[int, int], int] = {}
+    for checkpoint in checkpoints:
+        for name, (size, _) in checkpoint.files.items():
+            sizes[_file_identity(checkpoint.directory / name)] = size
+    return sum(sizes.values())
+
+
+def _file_identity(path: Path) -> Path | tuple[int, int]:
+    """Return a key that two paths share if they are hard links to the same file."""
+    try:
+        found = path.stat()
+    except OSError:
+        return path  # a missing file is not shared
+    return found.st_dev, found.st_ino
 
 
 def _tag(step: int, *, best: bool = False) -> str:

@@ -79,7 +79,7 @@ class WandbConfig(Section):
 class LoggerConfig(Section):
     """Experiment trackers and the logging interval."""
 
-    logging_steps: int = option(1, "Steps between two log entries.", ge=1)
+    logging_steps: int = option(1, "Log every N-th step, and every step with a notice.", ge=1)
     wandb: WandbConfig = WandbConfig()
     tensorboard_dir: str | None = option(
         None, "Folder for TensorBoard's event files.", holds="place", writes="events"

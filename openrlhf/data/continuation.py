@@ -24,7 +24,7 @@ class Continuation:
     exact: bool
 
 
-def encode(tokenizer: PreTrainedTokenizerBase, text: str) -> list[int]:
+def encode_text(tokenizer: PreTrainedTokenizerBase, text: str) -> list[int]:
     """Return the tokens of a text, without the special tokens that the tokenizer would add."""
     encoded = tokenizer(text, add_special_tokens=False, verbose=False)
     return list(encoded["input_ids"])  # type: ignore[arg-type]
@@ -48,8 +48,22 @@ def encode_after(
         return Continuation(tokens=tokens, exact=True)
     tokens = _encode_in_context(tokenizer, str(tokenizer.eos_token or ""), text)
     if tokens is None:
-        tokens = encode(tokenizer, text)
+        tokens = encode_text(tokenizer, text)
     return Continuation(tokens=tokens, exact=False)
+
+
+def encode_as_sample(
+    tokenizer: PreTrainedTokenizerBase, before: Sequence[int], text: str
+) -> list[int]:
+    """Return the tokens of a text as if they had been sampled after the tokens `before`.
+
+    The eos token ends the sample, unless the text ends with it.
+    """
+    tokens = encode_after(tokenizer, before, text).tokens
+    end = int(tokenizer.eos_token_id)  # type: ignore[arg-type]
+    if tokens[-1:] != [end]:
+        tokens = [*tokens, end]
+    return tokens
 
 
 def _text_before(tokenizer: PreTrainedTokenizerBase, before: Sequence[int]) -> str:
@@ -70,8 +84,8 @@ def _encode_in_context(
     tokenizer: PreTrainedTokenizerBase, context: str, text: str
 ) -> list[int] | None:
     """Return the tokens of `text` after `context`, or None if a token spans the boundary."""
-    lead = encode(tokenizer, context)
-    joined = encode(tokenizer, context + text)
+    lead = encode_text(tokenizer, context)
+    joined = encode_text(tokenizer, context + text)
     if joined[: len(lead)] != lead:
         return None
     return joined[len(lead) :]

@@ -49,13 +49,14 @@ def record_of(final: Path) -> Path:
 
 @contextmanager
 def writing_results(path: Path) -> Iterator[None]:
-    """Convert OSErrors to DataErrors, which say that the journal keeps the finished rows."""
+    """Convert OSErrors to DataErrors that name `path` and say how to continue."""
     try:
         yield
     except OSError as error:
         raise DataError(
-            f"--output_path: cannot write {path}: {error.strerror or error}. The rows finished so "
-            "far are kept. Free disk space, and run the same command again to continue."
+            f"--output_path: cannot write {path}: {error.strerror or error}. Make room or make the "
+            "path writable, then run the same command again. It keeps the rows finished so far, if "
+            "any. To start over instead, choose another --output_path."
         ) from error
 
 
@@ -81,9 +82,11 @@ class Journal:
         self.results: dict[int, list[Any]] = {}
         if is_complete(final):
             self._set_final_file_aside()
-        final.parent.mkdir(parents=True, exist_ok=True)
-        self.path.touch()
-        complete, newline, _ = self.path.read_bytes().rpartition(b"\n")
+        with writing_results(self.path):
+            final.parent.mkdir(parents=True, exist_ok=True)
+            self.path.touch()
+            content = self.path.read_bytes()
+        complete, newline, _ = content.rpartition(b"\n")
         if newline:
             header, *results = map(json.loads, complete.split(b"\n"))
             different = differences(header, self._identity)
@@ -94,7 +97,7 @@ class Journal:
                 )
                 raise DataError("\n  ".join([message, *different]))
             self.results.update(results)
-        with self.path.open("ab") as file:
+        with writing_results(self.path), self.path.open("ab") as file:
             file.truncate(len(complete + newline))
         if not newline:
             self._write(self._header)
@@ -105,7 +108,8 @@ class Journal:
             raise DataError(
                 f"--output_path {self.final} already exists. Delete it, or choose another path."
             )
-        folder = set_aside(self.final.parent, [self.final.name, record.name])
+        with writing_results(self.final):
+            folder = set_aside(self.final.parent, [self.final.name, record.name])
         notice(
             f"--output_path {self.final} contained results of a different request. Moved them to "
             f"{folder}."
@@ -121,7 +125,8 @@ class Journal:
         record = record_of(self.final)
         with writing_results(record):
             write_atomically(record, json_line(self._header))
-        self.path.unlink()
+        with writing_results(self.path):
+            self.path.unlink()
 
     def _write(self, content: Any) -> None:
         with writing_results(self.path), self.path.open("ab") as file:

@@ -14,7 +14,7 @@ from openrlhf.agents.play import AgentEpisodes
 from openrlhf.checks import collect, loaded, report
 from openrlhf.config.evaluation import EvaluationConfig
 from openrlhf.core.trajectory import Trajectory
-from openrlhf.data.continuation import encode_after
+from openrlhf.data.continuation import encode_as_sample
 from openrlhf.data.errors import check_columns, text_of
 from openrlhf.data.feedback import PreferenceDataset
 from openrlhf.data.first_look import TextFormat, texts_of
@@ -181,7 +181,6 @@ def read_candidate(config: EvaluationConfig, section: Literal["model", "against"
     flag = f"--{section}.model_name_or_path"
     model = f"{flag} {path}"
     tokenizer = policy_tokenizer(config, path, flag=flag)
-    check_reward_models(config, tokenizer, policy=model)
     prompts = read_prompts(
         config,
         PromptDataset,
@@ -192,8 +191,9 @@ def read_candidate(config: EvaluationConfig, section: Literal["model", "against"
         max_samples=config.data.max_samples,
     )
     checks = collect(
+        partial(check_reward_models, config, tokenizer, policy=model),
         partial(prompt_findings, config, prompts, tokenizer, policy=path, flag=flag),
-        partial(check_agents, config, tokenizer, prompts[0]),
+        partial(check_agents, config, tokenizer, prompts[0], settings.eval_sampling(config)),
     )
     report(*checks)
     return Candidate(path=path, tokenizer=tokenizer, prompts=prompts)
@@ -210,19 +210,14 @@ def read_rows(config: EvaluationConfig) -> Table:
 
 
 def read_answers(config: EvaluationConfig, model: Candidate, column: str) -> list[list[int]]:
-    """Tokenize the answers in a column, each with an eos token. Raises DataError.
-
-    An answer is tokenized as the continuation of its prompt, as in training.
-    """
+    """Tokenize the answers in a column as if the model had sampled them. Raises DataError."""
     rows = read_rows(config)
     check_columns(rows, {"--against.answer_key": column})
     tokenizer = model.tokenizer
-    end = cast(int, tokenizer.eos_token_id)
     answers: list[list[int]] = []
     for number, row in enumerate(rows):
         text = text_of(cast(Mapping[str, object], row), column)
-        answer = encode_after(tokenizer, model.prompts[number].tokens, text)
-        answers.append([*answer.tokens, end])
+        answers.append(encode_as_sample(tokenizer, model.prompts[number].tokens, text))
     return answers
 
 

@@ -12,8 +12,7 @@ from openrlhf.checks import Finding
 from openrlhf.config.evaluation import EvaluationConfig
 from openrlhf.config.ppo import PPOConfig
 from openrlhf.core.trajectory import Prompt
-from openrlhf.data.continuation import encode_after
-from openrlhf.launch import settings
+from openrlhf.data.continuation import encode_as_sample
 from openrlhf.rollout.generator import SamplingSpec
 from openrlhf.rollout.sampling import Generation, SamplingParams
 
@@ -53,18 +52,17 @@ def _is_scored_later(config: AgentCommand) -> bool:
 
 
 def check_agents(
-    config: AgentCommand, tokenizer: PreTrainedTokenizerBase, prompt: Prompt
+    config: AgentCommand, tokenizer: PreTrainedTokenizerBase, prompt: Prompt, spec: SamplingSpec
 ) -> list[Finding]:
     """Load the file given by --train.agent_func_path, and run an episode for one prompt.
 
-    There is no policy yet. In every turn, the agent gets the prompt's label as the answer, or an
+    There are no engines yet. In every turn, the agent gets the prompt's label as the answer, or an
     empty answer if the label is not a text. Returns a notice if the episode fails. Raises
     ConfigError if the file cannot be loaded.
     """
     agents = make_agents(config, tokenizer)
     if not agents:
         return []
-    spec = settings.train_sampling(config)
     with closing(agents):
         return asyncio.run(_check(agents, prompt, spec, tokenizer))
 
@@ -94,10 +92,7 @@ async def _check(
         f"The agent failed in a trial episode: {episode.error}\nIn the trial, the agent got the "
         f"label {str(prompt.label)[:80]!r} of one prompt instead of the policy's answers."
     )
-    fix = (
-        "If the policy's answers cause the same error, all episodes fail and nothing is trained: "
-        "correct the agent."
-    )
+    fix = "If the policy's answers cause the same error, all episodes fail: correct the agent."
     return [Finding(seen, fix)]
 
 
@@ -108,7 +103,7 @@ def given_answer(
     text = ""
     if isinstance(label, str):
         text = label
-    answer = [*encode_after(tokenizer, tokens, text).tokens, int(tokenizer.eos_token_id)]  # type: ignore[arg-type]
+    answer = encode_as_sample(tokenizer, tokens, text)
     limit = params.max_tokens or len(answer)
     return Generation(
         tokens=answer[:limit],

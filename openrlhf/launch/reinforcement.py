@@ -134,7 +134,8 @@ def check_parts(config: PPOConfig, data: PromptData, *, on_gpus: bool) -> list[F
     if not config.rollout.replay_dir:
         rows = 0 if config.train.agent_func_path else min(PREVIEWED, len(data.train))
         previewed = [data.train[place] for place in range(rows)]
-        checks.append(partial(check_agents, config, data.tokenizer, data.train[0]))
+        sampling = settings.train_sampling(config)
+        checks.append(partial(check_agents, config, data.tokenizer, data.train[0], sampling))
         checks.append(partial(check_reward, config.reward, previewed, data.tokenizer))
     if config.remote_teacher:
         teacher = RemoteTeacher.named(config.remote_teacher)

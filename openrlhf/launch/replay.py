@@ -44,7 +44,8 @@ def replay_folder(config: PPOConfig, data: PromptData, *, done: int) -> EpisodeF
         step = min(missing)
         raise DataError(
             f"{flag} has steps up to {steps[-1]}, but not step {step}. "
-            f"Copy {folder.file('step', step).name} from the original folder."
+            f"Copy {folder.file('step', step).name} from the original folder. If that run could "
+            f"not write the file, replay a copy of the folder that ends before step {step}."
         )
     identity = episode_identity(config, data.train)
     remaining = [step for step in steps if step > done]

@@ -19,17 +19,17 @@ ModelWorker = (
 
 
 def start_workers(
-    config: PPOConfig, processes: Sequence[HostHandles], *, prompts: int, log_dir: str
+    config: PPOConfig, host_groups: Sequence[HostHandles], *, prompts: int, log_dir: str
 ) -> dict[str, WorkerGroup]:
     """Connect the processes of every host group, and load the models of their roles.
 
     `prompts` is the number of training prompts. Returns the worker groups by role.
     """
-    for hosts in processes:
+    for hosts in host_groups:
         connect_hosts(config, hosts, log_dir=log_dir)
     groups: dict[str, WorkerGroup] = {}
     created: list[Call] = []
-    for hosts in processes:
+    for hosts in host_groups:
         for role in hosts.group.roles:
             worker, worker_settings = worker_of(role, config, prompts)
             groups[role] = WorkerGroup(

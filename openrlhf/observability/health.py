@@ -1,7 +1,8 @@
 """Notices about runs that do not learn or become unstable, from rules over the metrics.
 
-A running command checks every step. report.html and a resumed run check the steps in metrics.jsonl,
-which are all steps unless --logger.logging_steps is above 1. Each problem is reported once per run.
+A run checks every step, and reports each problem once. report.html, and a resumed run for the steps
+before its start, check only the steps in metrics.jsonl, which has every N-th step with
+--logger.logging_steps N. If N is above 1, their notices can differ from those of the run.
 """
 
 import math

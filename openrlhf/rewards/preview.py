@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 
 from openrlhf.checks import Finding
 from openrlhf.config.rollout import RuleConfig
-from openrlhf.data.continuation import encode, encode_after
+from openrlhf.data.continuation import encode_as_sample, encode_text
 from openrlhf.rewards.protocol import Reward, RewardRequest, request_of, shown
 from openrlhf.rewards.rule import reward_of
 
@@ -38,11 +38,8 @@ def answered(
         return RewardRequest(
             query=prompt + response, prompt=prompt, label=label, response=response, answer=response
         )
-    tokens = encode(tokenizer, prompt)
-    sampled = encode_after(tokenizer, tokens, response).tokens
-    end = int(tokenizer.eos_token_id)  # type: ignore[arg-type]
-    if sampled[-1:] != [end]:
-        sampled = [*sampled, end]
+    tokens = encode_text(tokenizer, prompt)
+    sampled = encode_as_sample(tokenizer, tokens, response)
     return request_of(tokenizer, prompt, label, tokens, sampled)
 
 

@@ -11,8 +11,8 @@ from typing import Any
 
 from openrlhf.core.trajectory import Prompt, Trajectory
 from openrlhf.data.errors import DataError
-from openrlhf.observability.log_file import report_failed_write
 from openrlhf.observability.metrics import Metric
+from openrlhf.reporting import notice
 from openrlhf.rollout.background import RolloutError
 from openrlhf.rollout.episode_files import EpisodeFolder, Kind
 from openrlhf.rollout.generator import Generator, Group, Request, in_prompt_order
@@ -39,9 +39,9 @@ class DumpingGenerator:
         self.folder = folder
         self.run = run
         self.required = required
+        self._has_failed = False  # True if the last file could not be written
         self._file: tuple[Kind, int] | None = None  # the file being written
         self._episodes: list[Trajectory] = []  # the episodes in that file
-        self._has_failed = False  # True if the last file could not be written
 
     async def stream(
         self,
@@ -88,7 +88,10 @@ class DumpingGenerator:
                     "disk space, or choose another folder."
                 ) from error
             if not self._has_failed:
-                report_failed_write(file, error)
+                notice(
+                    f"Cannot write {file}: {error.strerror or error}. Training continues, but this "
+                    "step and later ones cannot be replayed. Free disk space."
+                )
             self._has_failed = True
         else:
             self._has_failed = False

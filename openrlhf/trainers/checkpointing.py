@@ -37,7 +37,6 @@ class Checkpointing:
     start: RunState  # state of this run before its first step
     saved: int = field(default=-1, init=False)  # step of the newest checkpoint
     resumed: bool = field(default=False, init=False)
-    best_saved: Checkpoint | None = field(default=None, init=False)  # newest best checkpoint
 
     def is_due(self, step: int, *, stopped: bool) -> bool:
         """Return whether a checkpoint is due after `step`.
@@ -54,23 +53,13 @@ class Checkpointing:
         if ckpt.disable_ds and not ckpt.save_hf:
             return
         with self.clock.part("checkpoint"):
-            if not best and self._save_linked(step):
+            if not best and self.manager.save_linked(step):
+                self.saved = step
                 return
             try:
                 self._write_and_commit(step, best=best)
             except CheckpointError as error:
                 self.recorder.display.note(SAVE_FAILED.format(step, error))
-
-    def _save_linked(self, step: int) -> bool:
-        """Save a step that has just been saved as the best, without writing its files again.
-
-        Returns False if the files must be written.
-        """
-        best = self.best_saved
-        if best is None or best.state.step != step or not self.manager.save_linked(best):
-            return False
-        self.saved = step
-        return True
 
     def _write_and_commit(self, step: int, *, best: bool) -> None:
         staged = self.manager.begin(step, best=best, hf=self.config.ckpt.save_hf)
@@ -86,10 +75,8 @@ class Checkpointing:
             **self.best.state(),
         )
         metric_value = self.best.value_of(step)
-        checkpoint = self.manager.commit(staged, state=state, metric_value=metric_value)
+        self.manager.commit(staged, state=state, metric_value=metric_value)
         self.saved = step
-        if best:
-            self.best_saved = checkpoint
 
     def _write(self, staged: StagedCheckpoint) -> None:
         ckpt = self.config.ckpt

@@ -134,11 +134,11 @@ class PPOTrainer:
         return metrics
 
     def publish(self) -> None:
-        """Publish the weights of the current step, unless no sample needs them.
+        """Publish the weights of the current step if samples or an evaluation need them.
 
-        A step that trained only the critic has not changed the weights. After the last step, only
-        an evaluation needs them. If the process was asked to terminate, do not wait for samples and
-        publish nothing.
+        A step that trained only the critic has not changed the weights. If no prompts are left,
+        only an evaluation needs them. If the process was asked to terminate, do not wait for
+        samples and publish nothing.
         """
         with self.clock.part("broadcast"):
             if self.step < self.config.frozen_steps:

@@ -68,7 +68,6 @@ class SupervisedTrainer(Generic[Row, Micro]):
         self.best = BestMetric(followed, ending="loss", patience=config.eval.patience)
         self.step = 0
         self.saved = -1  # step of the newest checkpoint
-        self.best_saved: Checkpoint | None = None  # newest best checkpoint
         self.measured_at = -1  # step of the evaluation whose results are stored in the model
 
     def fit(self) -> None:
@@ -268,7 +267,8 @@ class SupervisedTrainer(Generic[Row, Micro]):
         """
         if self.ckpt.disable_ds and not self.ckpt.save_hf:
             return
-        if not best and self._save_linked():
+        if not best and self._on_main(partial(self.checkpoints.save_linked, self.step)):
+            self.saved = self.step
             return
         if self.ckpt.save_hf:
             self.store_numbers(interruptible=True)
@@ -296,25 +296,8 @@ class SupervisedTrainer(Generic[Row, Micro]):
         )
         value = self.best.value_of(self.step)
         commit = partial(self.checkpoints.commit, staged, state=state, metric_value=value)
-        checkpoint = self._on_main(commit)
-        if checkpoint is None:
-            return
-        self.saved = self.step
-        if best:
-            self.best_saved = checkpoint
-
-    def _save_linked(self) -> bool:
-        """Save a step that has just been saved as the best, without writing its files again.
-
-        Returns False if the files must be written. Collective.
-        """
-        best = self.best_saved
-        if best is None or best.state.step != self.step:
-            return False
-        if self._on_main(partial(self.checkpoints.save_linked, best)) is None:
-            return False
-        self.saved = self.step
-        return True
+        if self._on_main(commit):
+            self.saved = self.step
 
     def _on_main(self, work: Callable[[], T]) -> T | None:
         """Run `work` in the main process and return its result on all ranks. Collective.

@@ -57,7 +57,8 @@ def save(root: Path | CheckpointManager, step: int, label: str, **begin: bool) -
 def save_best_and_regular(root: Path, step: int, label: str) -> None:
     """Save a step as the best and as a regular checkpoint that shares its engine files."""
     manager = manager_of(root)
-    manager.save_linked(save(manager, step, label, best=True, hf=True))
+    save(manager, step, label, best=True, hf=True)
+    manager.save_linked(step)
 
 
 def newest_label(manager: CheckpointManager) -> str | None:

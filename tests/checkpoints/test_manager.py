@@ -48,10 +48,15 @@ def fill(staged: StagedCheckpoint, text: str = "weights") -> None:
 
 
 def save(
-    manager: CheckpointManager, step: int, metric: float | None = None, **begin: bool
+    manager: CheckpointManager,
+    step: int,
+    metric: float | None = None,
+    *,
+    text: str = "weights",
+    **begin: bool,
 ) -> Checkpoint:
     staged = manager.begin(step, **begin)
-    fill(staged)
+    fill(staged, text)
     return manager.commit(
         staged, state=RunState(step=step, best_metric_key="eval_pass1"), metric_value=metric
     )
@@ -115,7 +120,7 @@ def test_checkpoint_paths_are_absolute(tmp_path: Path, monkeypatch: pytest.Monke
 def test_best_and_regular_checkpoint_of_a_step_share_their_engine_files(tmp_path: Path) -> None:
     manager = checkpoints_in(tmp_path, parts=RL)
     best = save(manager, 20, 0.5, best=True, hf=True)
-    regular = manager.save_linked(best)
+    regular = manager.save_linked(20)
     assert regular and tags(manager) == ["best_global_step20", "global_step20"]
     assert manager.latest() == regular
     assert (regular.state, regular.metric_value) == (best.state, best.metric_value)
@@ -136,12 +141,26 @@ def test_checkpoint_is_not_linked_on_a_file_system_without_hard_links(
         raise PermissionError(errno.EPERM, os.strerror(errno.EPERM))
 
     manager = checkpoints_in(tmp_path)
-    best = save(manager, 20, 0.5, best=True)
+    save(manager, 20, 0.5, best=True)
     before = tree(tmp_path)
     monkeypatch.setattr(os, "link", refuse)
-    assert manager.save_linked(best) is None
+    assert manager.save_linked(20) is None
     assert tree(tmp_path) == before
     assert not list(tmp_path.glob(".tmp-*"))
+
+
+def test_only_the_step_that_this_manager_last_saved_as_the_best_is_linked(tmp_path: Path) -> None:
+    """Another run may have saved the best checkpoint of an earlier manager."""
+    manager = checkpoints_in(tmp_path)
+    save(manager, 19, best=True)
+    assert manager.save_linked(20) is None
+    save(manager, 20, best=True)
+    save(manager, 21)
+    assert manager.save_linked(19) is manager.save_linked(21) is None
+    assert checkpoints_in(tmp_path).save_linked(20) is None
+    assert tags(manager) == ["best_global_step20", "global_step21"]
+    assert manager.save_linked(20)
+    assert tags(manager) == ["best_global_step20", "global_step21", "global_step20"]
 
 
 def test_export_only_checkpoint_is_kept_but_never_resumed_from(tmp_path: Path) -> None:
@@ -331,7 +350,7 @@ def listed(*rows: tuple[str, float | None, float], key: str = "eval_pass1") -> l
             nonce=f"nonce of {tag}",
             sequence=sequence,
             places=(tag,),
-            files={"model": (int(gib * GIB), "")},
+            files={f"{tag}/model": (int(gib * GIB), "")},
             metric_key=key,
             metric_value=metric,
             state=RunState(step=sequence),
@@ -432,6 +451,32 @@ def test_max_mem_counts_the_bytes_of_all_parts(tmp_path: Path) -> None:
     for step in (1, 2, 3):
         save(manager, step)
     assert tags(manager) == ["global_step2", "global_step3"]
+
+
+LARGE = "weights" * 1000  # much larger than metric.json, which linked checkpoints do not share
+
+
+def test_max_mem_counts_the_files_that_two_checkpoints_share_once(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    size = save(checkpoints_in(tmp_path / "probe"), 1, text=LARGE).size
+    manager = checkpoints_in(tmp_path / "ckpt", max_mem_gib=2.5 * size / GIB)
+    save(manager, 1, text=LARGE)
+    save(manager, 2, best=True, text=LARGE)
+    assert manager.save_linked(2)
+    assert tags(manager) == ["global_step1", "best_global_step2", "global_step2"]
+    assert capsys.readouterr().err == ""
+
+
+def test_removal_of_a_linked_checkpoint_does_not_count_as_freed_space(tmp_path: Path) -> None:
+    size = save(checkpoints_in(tmp_path / "probe"), 1, text=LARGE).size
+    manager = checkpoints_in(tmp_path / "ckpt", max_num=9, max_mem_gib=2.5 * size / GIB)
+    save(manager, 1, 0.1, best=True, text=LARGE)
+    assert manager.save_linked(1)
+    save(manager, 2, 0.5, text=LARGE)
+    assert tags(manager) == ["best_global_step1", "global_step1", "global_step2"]
+    save(manager, 3, 0.6, text=LARGE)
+    assert tags(manager) == ["best_global_step1", "global_step3"]
 
 
 def test_newest_checkpoint_over_max_mem_is_kept_with_a_warning(
@@ -570,6 +615,19 @@ def test_check_room_compares_free_space_with_the_limits_set_by_flags(
     for finding in found:
         for words in ("--ckpt.path", f"{free} GiB", "100 GiB", f"--ckpt.max_num {max_num}"):
             assert words in finding.seen
+
+
+def test_check_room_counts_the_files_that_two_checkpoints_share_once(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """One checkpoint is kept and frees its size; two new ones need 2.8 times that size."""
+    manager = checkpoints_in(tmp_path, max_num=1)
+    best = save(manager, 1, best=True, text=LARGE)
+    assert manager.save_linked(1)
+    disk = SimpleNamespace(free=1.5 * best.size, total=1000 * GIB)
+    monkeypatch.setattr(shutil, "disk_usage", lambda path: disk)
+    found = manager.check_room(int(1.4 * best.size))
+    assert [finding.fails for finding in found] == [False]
 
 
 def test_check_room_accepts_a_file_system_that_does_not_report_its_size(

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import math
+import os
 import re
 from collections import defaultdict
 from collections.abc import Callable, Iterator
@@ -155,6 +157,40 @@ def test_error_for_a_full_disk_names_the_journal_which_keeps_the_finished_rows(
     with files_of_at_most(size + 3), pytest.raises(DataError, match=re.escape(str(journal.path))):
         journal.add(6, ["b"])
     assert results(path) == {5: ["a"]}
+
+
+def test_journal_that_cannot_be_created_raises_a_data_error(tmp_path: Path) -> None:
+    (tmp_path / "file").touch()
+    (tmp_path / "out.jsonl.part").mkdir()
+    for path in (tmp_path / "file" / "out.jsonl", tmp_path / "out.jsonl"):
+        with pytest.raises(DataError, match=f"--output_path: .*{path}.part"):
+            Journal(path, {"--best_of_n": 2})
+
+
+def test_journal_that_cannot_be_truncated_raises_a_data_error(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    opened = Path.open
+
+    def open_read_only(path: Path, mode: str = "r", **options: Any) -> Any:
+        if mode == "ab":
+            raise PermissionError(errno.EACCES, os.strerror(errno.EACCES))
+        return opened(path, mode, **options)
+
+    path = tmp_path / "out.jsonl"
+    results(path)
+    monkeypatch.setattr(Path, "open", open_read_only)
+    with pytest.raises(DataError, match=f"--output_path: .*{path}.part"):
+        Journal(path, {"--best_of_n": 2})
+
+
+def test_existing_output_that_cannot_be_moved_aside_raises_a_data_error(tmp_path: Path) -> None:
+    path = tmp_path / "out.jsonl"
+    finished(path, {"rows": 0})
+    (tmp_path / "earlier").touch()
+    with pytest.raises(DataError, match=f"--output_path: .*{path}"):
+        Journal(path, {"rows": 1})
+    assert path.read_text() == "{'rows': 0}\n"
 
 
 def test_journal_with_different_settings_is_rejected_with_both_values(tmp_path: Path) -> None:

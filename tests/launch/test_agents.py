@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -11,7 +12,8 @@ from openrlhf.config.options import parse_config
 from openrlhf.config.ppo import PPOConfig
 from openrlhf.core.trajectory import Prompt
 from openrlhf.launch import agents
-from openrlhf.rollout.sampling import SamplingParams
+from openrlhf.launch.settings import train_sampling
+from openrlhf.rollout.sampling import Generation, SamplingParams
 from tests.e2e.commands import as_arguments
 from tests.tiny import character_tokenizer
 
@@ -33,7 +35,8 @@ def config_with(file: str) -> PPOConfig:
 
 def tried(file: str, label: str) -> list[Finding]:
     prompt = Prompt(index=0, text="1+2", tokens=TOKENIZER("1+2")["input_ids"], label=label)
-    return agents.check_agents(config_with(file), TOKENIZER, prompt)
+    config = config_with(file)
+    return agents.check_agents(config, TOKENIZER, prompt, train_sampling(config))
 
 
 @pytest.mark.parametrize(
@@ -50,14 +53,41 @@ def test_agent_that_fails_in_the_trial_gets_a_notice(file: str, label: str, word
     assert words in finding.seen and repr(label) in finding.seen
 
 
-@pytest.mark.parametrize(("file", "label"), [("mistakes.py", "well"), ("turns.py", "3")])
-def test_agent_that_succeeds_in_the_trial_gets_no_notice(file: str, label: str) -> None:
+@pytest.fixture
+def given(monkeypatch: pytest.MonkeyPatch) -> list[Generation]:
+    """The answers that agents get in their trials."""
+    answers: list[Generation] = []
+    give = agents.given_answer
+
+    def recorded(*arguments: Any) -> Generation:
+        answers.append(give(*arguments))
+        return answers[-1]
+
+    monkeypatch.setattr(agents, "given_answer", recorded)
+    return answers
+
+
+@pytest.mark.parametrize(
+    ("file", "label", "turns"), [("mistakes.py", "well", 1), ("turns.py", "3", 3)]
+)
+def test_agent_that_succeeds_in_the_trial_gets_no_notice(
+    file: str,
+    label: str,
+    turns: int,
+    given: list[Generation],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(agents, "TRIAL_SECONDS", None)
     assert tried(file, label) == []
+    assert len(given) == turns
 
 
-def test_trial_that_takes_too_long_ends_without_a_notice(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(agents, "TRIAL_SECONDS", 0.5)
+def test_trial_that_takes_too_long_ends_without_a_notice(
+    given: list[Generation], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(agents, "TRIAL_SECONDS", 5.0)
     assert tried("trouble.py", "await for ever") == []
+    assert len(given) == 1
 
 
 @pytest.mark.parametrize(
@@ -66,6 +96,7 @@ def test_trial_that_takes_too_long_ends_without_a_notice(monkeypatch: pytest.Mon
         ("12", None, "12<eos>", "stop"),
         ("12", 3, "12<eos>", "stop"),
         ("12", 2, "12", "length"),
+        ("12<eos>", 8, "12<eos>", "stop"),
         (["12"], 8, "<eos>", "stop"),
     ],
 )
