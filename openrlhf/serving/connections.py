@@ -33,6 +33,7 @@ class Connection(H11Protocol):
 
     request_timeout_s: ClassVar[float] = 60.0
     deadline: asyncio.TimerHandle | None = None  # set while the connection waits for its client
+    last_tasks: frozenset[asyncio.Task[None]] = frozenset()  # task of the newest request, if any
 
     def connection_made(self, transport: Any) -> None:
         """Make room for the connection and start its timer."""
@@ -55,6 +56,13 @@ class Connection(H11Protocol):
         super().data_received(data)
         self._set_deadline()
 
+    def handle_events(self) -> None:
+        """Start the task of each request whose headers are complete, and remember the task."""
+        tasks = self.tasks.copy()
+        super().handle_events()
+        if started := self.tasks - tasks:
+            self.last_tasks = frozenset(started)
+
     def on_response_complete(self) -> None:
         """Start the timer for the next request, or for the rest of a request answered early."""
         super().on_response_complete()
@@ -73,7 +81,12 @@ class Connection(H11Protocol):
             self.deadline = None
 
     def drop(self) -> None:
-        """Close the connection without a response."""
+        """Close the connection without a response.
+
+        Its task ends some iterations of the event loop later. Until then, it must not count towards
+        the limit on concurrent requests.
+        """
         self._clear_deadline()
         self.connections.discard(self)
+        self.tasks.difference_update(self.last_tasks)
         self.transport.abort()

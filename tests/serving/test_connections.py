@@ -118,6 +118,19 @@ def test_requests_get_responses_while_many_clients_never_complete_theirs(start: 
 
 
 @pytest.mark.parametrize(
+    "start", HALF_REQUESTS, ids=["nothing", "half a line", "half of the headers", "half a body"]
+)
+def test_request_gets_a_response_after_a_burst_of_clients_that_never_complete_theirs(
+    start: bytes,
+) -> None:
+    with serving() as port, ExitStack() as clients:
+        for _ in range(40):
+            for _ in range(12):
+                clients.enter_context(half_request(port, start))
+            assert ask(port) == 200
+
+
+@pytest.mark.parametrize(
     "start",
     [*HALF_REQUESTS, TOO_LARGE],
     ids=["nothing", "half a line", "half of the headers", "half a body", "too large"],
