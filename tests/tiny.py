@@ -47,6 +47,7 @@ SIZES = {
 def tiny_config(kind: str, **changes: object) -> PretrainedConfig:
     """Return the configuration of a model with about 20,000 parameters."""
     sizes = SIZES | changes
+    head_dim = sizes["hidden_size"] // sizes["num_attention_heads"]
     match kind:
         case "qwen2-tied":
             return Qwen2Config(**sizes, tie_word_embeddings=True)
@@ -63,16 +64,16 @@ def tiny_config(kind: str, **changes: object) -> PretrainedConfig:
         case "mistral-windowed":
             return MistralConfig(**sizes, sliding_window=4, tie_word_embeddings=False)
         case "qwen3":
-            return Qwen3Config(**sizes, head_dim=8, tie_word_embeddings=True)
+            return Qwen3Config(**sizes, head_dim=head_dim, tie_word_embeddings=True)
         case "qwen3-moe":
-            return Qwen3MoeConfig(
-                **EXPERTS | sizes, head_dim=sizes["hidden_size"] // sizes["num_attention_heads"]
-            )
+            return Qwen3MoeConfig(**EXPERTS | sizes, head_dim=head_dim)
         case "mixtral":
             return MixtralConfig(**sizes)
         case "gemma3":
             layers = ["sliding_attention", "full_attention"]
-            return Gemma3TextConfig(**sizes, head_dim=8, sliding_window=4, layer_types=layers)
+            return Gemma3TextConfig(
+                **sizes, head_dim=head_dim, sliding_window=4, layer_types=layers
+            )
         case _:
             raise ValueError(kind)
 

@@ -51,9 +51,8 @@ def start_in_thread(arguments: AsyncEngineArgs) -> AsyncLLM:
     supported = CPUAttentionBackend.get_supported_head_sizes()
     if head_size not in supported:  # vLLM would crash without a message at the first sample
         raise ValueError(
-            f"vLLM's CPU attention supports the head sizes {supported}, but {arguments.model} has "
-            f"the head size {head_size} (hidden size ÷ attention heads). Use a model with a "
-            "supported head size."
+            f"its head size is {head_size}, and vLLM's CPU attention supports only the sizes "
+            f"{supported}. Use a model with one of these head sizes."
         )
     if config.speculative_config:
         correct_rejection_sampler()

@@ -24,6 +24,7 @@ from openrlhf.cluster.worker_group import (
     reason_of_death,
     wait_for,
 )
+from openrlhf.config.flags import ConfigError
 from openrlhf.observability.metrics import Metric
 from openrlhf.rollout.background import CLOSE_TIMEOUT_S, RolloutError
 from openrlhf.rollout.engine import EngineDied, EngineError, RequestRefused, RolloutEngine
@@ -132,10 +133,17 @@ class Fleet:
         return member.call(RolloutEngine.start, self.settings, log_path=member.log)
 
     def wait(self) -> None:
-        """Wait until all engines are ready or asleep. Raises EngineError or WorkerError."""
+        """Wait until all engines are ready or asleep.
+
+        Raises ConfigError if vLLM rejects the model or its settings, else EngineError or
+        WorkerError.
+        """
         if self.up:
             return
-        wait_for(self._loading, timeout_s=self.timeout_s, doing="start the engines")
+        try:
+            wait_for(self._loading, timeout_s=self.timeout_s, doing="start the engines")
+        except RequestRefused as refused:
+            raise ConfigError(f"vLLM cannot serve {self.settings.model}: {refused}") from None
         for member in self._members.values():
             member.up = True
         if self.settings.vllm.enable_sleep:

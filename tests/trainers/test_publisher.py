@@ -9,7 +9,8 @@ import signal
 import threading
 import time
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -18,6 +19,7 @@ import ray
 from openrlhf.cluster.placement import HostGroup
 from openrlhf.cluster.ray_cluster import machines
 from openrlhf.cluster.worker_group import HostHandles, WorkerError, WorkerGroup, wait_for
+from openrlhf.config.flags import ConfigError
 from openrlhf.config.rollout import VLLMConfig
 from openrlhf.config.shared import DeepSpeedConfig
 from openrlhf.rollout.background import RolloutError
@@ -128,6 +130,22 @@ def test_engine_comparison_fails_for_different_weights_and_passes_after_publicat
 
 
 @pytest.mark.verify
+def test_model_that_vllm_rejects_is_a_configuration_error(stack: Stack, tmp_path: Path) -> None:
+    save_tiny_model(tmp_path / "small-heads")
+    settings = replace(
+        stack.fleet.settings, model=str(tmp_path / "small-heads"), vllm=VLLMConfig(dtype="fp32")
+    )
+    group = HostGroup(name="other", roles=("vllm",), processes=1)
+    fleet = Fleet(group, machines(on_gpus=False), on_gpus=False)
+    fleet.start(settings, log_dir=str(tmp_path), timeout_s=400)
+    try:
+        with pytest.raises(ConfigError, match=r"small-heads: .* head size is 8"):
+            fleet.wait()
+    finally:
+        fleet.close()
+
+
+@pytest.mark.verify
 def test_engine_killed_during_publication_restarts_with_the_new_weights(stack: Stack) -> None:
     """The engine may restart once. A second death closes the fleet, so this test must run last."""
     fleet = stack.fleet
@@ -137,7 +155,7 @@ def test_engine_killed_during_publication_restarts_with_the_new_weights(stack: S
     [member] = fleet.up
     kill_soon(member, pause_s=1.0)
     stack.publisher.publish(3)
-    deadline = time.monotonic() + 120
+    deadline = time.monotonic() + 600
     while len(notes) < 2 and time.monotonic() < deadline:
         time.sleep(0.1)
     asked = member.call(RolloutEngine.generate, [5, 6], [SamplingParams(max_tokens=2)])
