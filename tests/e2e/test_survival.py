@@ -16,6 +16,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
+from safetensors.torch import load_file
 
 from openrlhf.checkpoints.manager import RESUME_HINT
 from openrlhf.training.devices import free_port
@@ -277,6 +279,33 @@ def test_interrupted_run_saves_its_last_step_and_resumes_with_the_same_metrics(
     ]
     run("train_ppo_ray", {**settings, "ckpt.load_enable": True})
     assert numbers(folder) == numbers(whole)
+
+
+@pytest.mark.verify
+@pytest.mark.parametrize("optim", ["muon", "adam_8bit"])
+def test_killed_run_on_two_ranks_resumes_with_the_same_metrics_with_other_optimizers(
+    workspace: Path, optim: str
+) -> None:
+    def settings(name: str, **changes: Any) -> dict[str, Any]:
+        ranks = {"actor.num_gpus_per_node": 2, "ref.num_gpus_per_node": 2}
+        return flags(
+            workspace,
+            workspace / f"{optim}-{name}",
+            **{"actor.optim": optim, "actor.muon.lr": 2e-3},
+            **ranks,
+            **changes,
+        )
+
+    unbroken, broken = workspace / f"{optim}-whole", workspace / f"{optim}-killed"
+    run("train_ppo_ray", settings("whole"))
+    process = launch("train_ppo_ray", settings("killed"))
+    send_when(process, broken, signal.SIGKILL, to="", step=3)
+    finish(process)
+    run("train_ppo_ray", settings("killed", **{"ckpt.load_enable": True}))
+    assert numbers(broken) == numbers(unbroken)
+    assert samples(broken) == samples(unbroken)
+    weights = [load_file(folder / "model/model.safetensors") for folder in (broken, unbroken)]
+    torch.testing.assert_close(*weights, rtol=0, atol=0)
 
 
 def test_offline_run_completes_and_exports_its_model_if_checkpoints_cannot_be_written(

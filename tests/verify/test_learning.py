@@ -60,6 +60,7 @@ RUNS = {
     **dict.fromkeys((UNCORRECTED, *CORRECTIONS, *GATES), f"{batches(32, 8)} {STALE}"),
     "distill": f"{batches(32, 8)} --reward.weights 0",  # the rule is only measured, not rewarded
     "dapo": f"{batches(32, 8)} --reward.overlong_buffer_len 2",
+    "muon": batches(32, 8),  # beside group_norm, the same method with AdamW
 }
 
 
