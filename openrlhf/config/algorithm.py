@@ -90,11 +90,14 @@ class KLConfig(Section):
     unbiased_gradient: bool = option(
         False,
         "Use the gradient of the KL itself for the KL term in the loss, whatever the estimator.",
+        needs="use_loss",
     )
     target: float | None = option(
         None, "Adapt the coefficient to keep the KL near this value, in nats per token.", gt=0
     )
-    horizon: int = option(10000, "Number of samples over which the coefficient adapts.", ge=1)
+    horizon: int = option(
+        10000, "Number of samples over which the coefficient adapts.", ge=1, needs="target"
+    )
     stop_update: float | None = option(
         None, "Stop updating on a batch when the KL exceeds this value, in nats per token.", gt=0
     )
@@ -111,10 +114,6 @@ class KLConfig(Section):
         """Yield the flags that have no effect with the current settings."""
         if not self.init_coef:
             yield Unused(["estimator", "use_loss", "unbiased_gradient"], "without --init_coef")
-        if not self.use_loss:
-            yield Unused(["unbiased_gradient"], "without --use_loss")
-        if not self.target:
-            yield Unused(["horizon"], "without --target")
 
 
 class LossConfig(Section):
@@ -137,12 +136,7 @@ class DistillConfig(Section):
         "Folder or Hub name of the teacher, or the name of a server in rollout.remote_engines.",
         holds="model",
     )
-    coef: float = option(1.0, "Weight of the distillation term.", ge=0)
-
-    def unused(self) -> Iterator[Unused]:
-        """Yield the flags that have no effect with the current settings."""
-        if not self.teacher:
-            yield Unused(["coef"], "without --teacher")
+    coef: float = option(1.0, "Weight of the distillation term.", ge=0, needs="teacher")
 
 
 class PtxConfig(Section):
@@ -151,14 +145,13 @@ class PtxConfig(Section):
     dataset: str | None = option(
         None, "Comma-separated files, folders or Hub names.", holds="dataset"
     )
-    probs: str | None = option(None, "Comma-separated probabilities, one per dataset.")
-    split: str = option("train", "Split of each dataset; files have a single split.")
-    coef: float = option(0.05, "Weight of the loss on this text.", ge=0)
-
-    def unused(self) -> Iterator[Unused]:
-        """Yield the flags that have no effect with the current settings."""
-        if not self.dataset:
-            yield Unused(["probs", "split", "coef"], "without --dataset")
+    probs: str | None = option(
+        None, "Comma-separated probabilities, one per dataset.", needs="dataset"
+    )
+    split: str = option(
+        "train", "Split of each dataset; files have a single split.", needs="dataset"
+    )
+    coef: float = option(0.05, "Weight of the loss on this text.", ge=0, needs="dataset")
 
 
 class AlgoConfig(Section):
@@ -173,10 +166,7 @@ class AlgoConfig(Section):
         False, "Discard prompts whose mean score is outside the filtering range, and replace them."
     )
     dynamic_filtering_range: tuple[float, float] = option(
-        (0.0, 1.0), "Range of mean scores to keep; the bounds are exclusive."
+        (0.0, 1.0),
+        "Range of mean scores to keep; the bounds are exclusive.",
+        needs="dynamic_filtering_enable",
     )
-
-    def unused(self) -> Iterator[Unused]:
-        """Yield the flags that have no effect with the current settings."""
-        if not self.dynamic_filtering_enable:
-            yield Unused(["dynamic_filtering_range"], "without --dynamic_filtering_enable")

@@ -1,19 +1,20 @@
 """Flags that have no effect because of other flags, and the notice that lists them.
 
-The method `unused` of each section and each command yields these flags. Flags that never have an
-effect are declared as `obsolete`.
+A flag that depends on one other flag in its section declares it as `needs` or `unless`. The method
+`unused` of each section and each command yields the other flags. Flags that never have an effect
+are declared as `obsolete`.
 """
 
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
-from openrlhf.config.flags import FOR_OLDER_SCRIPTS, Section, flags_of
+from openrlhf.config.flags import FOR_OLDER_SCRIPTS, Section, flags_of, value_at
 
 
 def unused_flags(config: Section) -> dict[str, str]:
     """Map the path of each flag that has no effect to the reason.
 
-    A command's reason takes precedence over a section's.
+    A command's reason takes precedence over a section's, which takes precedence over a flag's.
     """
     flags = flags_of(type(config))
     reasons: dict[str, str] = {}
@@ -25,8 +26,13 @@ def unused_flags(config: Section) -> dict[str, str]:
                 if f"{path}.".startswith(names) and not f"{path}.".startswith(kept):
                     reasons.setdefault(path, why)
     for path, flag in flags.items():
+        section = path.removesuffix(path.rpartition(".")[2])
         if flag.obsolete:
             reasons.setdefault(path, FOR_OLDER_SCRIPTS)
+        if flag.needs and not value_at(config, section + flag.needs):
+            reasons.setdefault(path, f"without --{section}{flag.needs}")
+        if flag.unless and value_at(config, section + flag.unless):
+            reasons.setdefault(path, f"with --{section}{flag.unless}")
     return reasons
 
 

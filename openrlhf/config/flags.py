@@ -95,6 +95,9 @@ class Flag:
     obsolete: bool = False  # True if the flag never has an effect
     not_yet: str = ""  # what to do instead, if any value other than the default is refused
     required: bool = False  # None until the user sets it; `check()` reports it if missing
+    # Another flag in the section. This flag has no effect unless (or if) the other flag is set.
+    needs: str = ""
+    unless: str = ""
     saved: bool = True  # False: left out of configuration files
     secret: bool = False  # never shown
 

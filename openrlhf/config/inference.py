@@ -124,7 +124,7 @@ class CsftConfig(Section):
     enable: bool = option(
         False, "Ask for answers with a given reward: append csft.prompt to each prompt."
     )
-    prompt: str = option("<rm_score>: 5.00", "Text that states the desired reward.")
+    prompt: str = option("<rm_score>: 5.00", "Text that states the desired reward.", needs="enable")
 
     @property
     def suffix(self) -> str:
@@ -135,11 +135,6 @@ class CsftConfig(Section):
         if not self.enable:
             return ""
         return f" {self.prompt.strip()} "
-
-    def unused(self) -> Iterator[Unused]:
-        """Yield the flags that have no effect with the current settings."""
-        if not self.enable:
-            yield Unused(["prompt"], "without --enable")
 
 
 class InferenceDataConfig(shared.EndedTextConfig, shared.DatasetConfig):

@@ -80,6 +80,7 @@ class RLTrainConfig(shared.ProcessConfig, shared.TrainConfig):
         16192,
         "Maximum tokens in a dynamic micro-batch; a longer sample gets its own.",
         ge=1,
+        needs="dynamic_batch_enable",
     )
     colocate_actor_ref: bool = option(False, "Colocate policy and reference on the same devices.")
     colocate_critic_reward: bool = option(
@@ -91,14 +92,17 @@ class RLTrainConfig(shared.ProcessConfig, shared.TrainConfig):
         1,
         "Maximum number of batches being generated or waiting, not counting the one in training.",
         ge=1,
+        needs="async_enable",
     )
     max_staleness: int = derived(
         "Maximum age of a sample in weight versions; unset: train.async_queue_size.",
         ge=1,
+        needs="async_enable",
     )
     partial_rollout_enable: bool = option(
         False,
         "Publish weights during generation; unfinished samples continue with the new weights.",
+        needs="async_enable",
     )
     max_restarts: int = option(
         0,
@@ -121,15 +125,6 @@ class RLTrainConfig(shared.ProcessConfig, shared.TrainConfig):
             groups.append(("critic", "reward"))
         return groups
 
-    def unused(self) -> Iterator[Unused]:
-        """Yield the flags that have no effect with the current settings."""
-        yield from super().unused()
-        if not self.dynamic_batch_enable:
-            yield Unused(["max_tokens_per_gpu"], "without --dynamic_batch_enable")
-        if not self.async_enable:
-            asynchronous = ["async_queue_size", "max_staleness", "partial_rollout_enable"]
-            yield Unused(asynchronous, "without --async_enable")
-
 
 class RLLoraConfig(shared.LoraConfig):
     """LoRA adapters, and the weights that are sent to the engines."""
@@ -138,6 +133,7 @@ class RLLoraConfig(shared.LoraConfig):
         "merged",
         "Weights to send to the engines: merged, or only the adapter.",
         choices=("merged", "adapter"),
+        needs="rank",
     )
 
     @property
@@ -145,17 +141,13 @@ class RLLoraConfig(shared.LoraConfig):
         """The rank of the adapter that is sent to engines; 0 if full weights are sent."""
         return self.rank if self.publish == "adapter" else 0
 
-    def unused(self) -> Iterator[Unused]:
-        """Yield the flags that have no effect with the current settings."""
-        yield from super().unused()
-        if not self.rank:
-            yield Unused(["publish"], "without --rank")
-
 
 class RLDeepSpeedConfig(shared.LMDeepSpeedConfig):
     """DeepSpeed, precision and offloading of the trained models."""
 
-    enable_sleep: bool = option(False, "Move the training state to CPU memory between updates.")
+    enable_sleep: bool = option(
+        False, "Move the training state to CPU memory between updates.", unless="adam_offload"
+    )
     value_head_prefix: str = option(
         "score", "Name of the scalar head; a stored name takes precedence."
     )
@@ -165,12 +157,6 @@ class RLDeepSpeedConfig(shared.LMDeepSpeedConfig):
     def sleeps(self) -> bool:
         """True if the training state is kept in CPU memory between updates."""
         return self.enable_sleep and not self.adam_offload
-
-    def unused(self) -> Iterator[Unused]:
-        """Yield the flags that have no effect with the current settings."""
-        yield from super().unused()
-        if self.adam_offload:
-            yield Unused(["enable_sleep"], "with --adam_offload")
 
 
 class RLDataConfig(PromptConfig, shared.DataConfig):
@@ -185,15 +171,11 @@ class RLDataConfig(PromptConfig, shared.DataConfig):
 class RLEvalConfig(shared.EvalConfig):
     """Evaluation by sampling responses to prompts."""
 
-    temperature: float = option(0.6, "Temperature; 0: greedy.", ge=0, le=2)
-    n_samples_per_prompt: int = option(4, "Responses per prompt: the k of pass@k.", ge=1)
-    at_start: bool = option(False, "Also evaluate before the first step.")
-
-    def unused(self) -> Iterator[Unused]:
-        """Yield the flags that have no effect with the current settings."""
-        yield from super().unused()
-        if not self.dataset:
-            yield Unused(["temperature", "n_samples_per_prompt", "at_start"], "without --dataset")
+    temperature: float = option(0.6, "Temperature; 0: greedy.", ge=0, le=2, needs="dataset")
+    n_samples_per_prompt: int = option(
+        4, "Responses per prompt: the k of pass@k.", ge=1, needs="dataset"
+    )
+    at_start: bool = option(False, "Also evaluate before the first step.", needs="dataset")
 
 
 class RLFlags(Root):

@@ -42,6 +42,7 @@ class VLLMConfig(Section):
     enable_prefix_caching: bool = option(
         False,
         "Enable prefix caching; always on with agents or several samples per prompt.",
+        unless="disable_prefix_caching",
     )
     disable_prefix_caching: bool = option(
         False, "Disable prefix caching, regardless of other flags."
@@ -62,8 +63,6 @@ class VLLMConfig(Section):
         """Yield the flags that have no effect with the current settings."""
         if not machine.count_gpus():
             yield Unused(["gpu_memory_utilization", "enforce_eager"], "without a GPU")
-        if self.disable_prefix_caching:
-            yield Unused(["enable_prefix_caching"], "with --disable_prefix_caching")
 
 
 class RemoteEnginesConfig(Section):
@@ -156,7 +155,7 @@ class RuleConfig(Section):
         "length, a range of words such as 100-200.",
         choices=("math", "code", "format", "length"),
     )
-    batch: bool = option(False, "Call the function once per group of samples.")
+    batch: bool = option(False, "Call the function once per group of samples.", needs="remote_url")
     max_error_rate: float = option(
         0.1, "Stop the run if a larger fraction of episodes fails.", ge=0, le=1
     )
@@ -194,11 +193,6 @@ class RuleConfig(Section):
         """The HTTP reward servers."""
         return [part for part in self.sources if not part.endswith(".py")]
 
-    def unused(self) -> Iterator[Unused]:
-        """Yield the flags that have no effect with the current settings."""
-        if not self.remote_url:
-            yield Unused(["batch"], "without --remote_url")
-
 
 class RewardConfig(RuleConfig):
     """Rewards."""
@@ -209,7 +203,9 @@ class RewardConfig(RuleConfig):
     process_model: str | None = option(
         None, "Process reward model, which scores the end of each step.", holds="model"
     )
-    step_separator: str = option("\n", "Text that ends each step of an answer.")
+    step_separator: str = option(
+        "\n", "Text that ends each step of an answer.", needs="process_model"
+    )
     weights: tuple[float, ...] | None = option(
         None,
         "Weights of the rewards in their sum: one per reward model, then the process model, then "
@@ -233,7 +229,9 @@ class RewardConfig(RuleConfig):
         "Number of tokens before the length limit over which the overlong penalty grows (DAPO).",
         gt=0,
     )
-    overlong_penalty_factor: float = option(1.0, "Maximum overlong penalty.", ge=0)
+    overlong_penalty_factor: float = option(
+        1.0, "Maximum overlong penalty.", ge=0, needs="overlong_buffer_len"
+    )
     stop_properly_penalty_coef: float | None = option(
         None,
         "For truncated responses: a value from 0 to 1 multiplies the reward, a negative value "
@@ -263,14 +261,9 @@ class RewardConfig(RuleConfig):
 
     def unused(self) -> Iterator[Unused]:
         """Yield the flags that have no effect with the current settings."""
-        yield from super().unused()
-        if not self.process_model:
-            yield Unused(["step_separator"], "without --process_model")
         if not self.models:
             devices = ["offload", "num_nodes", "num_gpus_per_node"]
             yield Unused(devices, "without --model_name_or_path or --process_model")
-        if not self.overlong_buffer_len:
-            yield Unused(["overlong_penalty_factor"], "without --overlong_buffer_len")
 
 
 class PromptColumns(Section):

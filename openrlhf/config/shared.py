@@ -62,18 +62,13 @@ class WandbConfig(Section):
         saved=False,
         secret=True,
     )
-    org: str | None = option(None, "Entity: user or team.")
-    group: str | None = option(None, "Group of runs.")
-    project: str = option("openrlhf", "Project.")
+    org: str | None = option(None, "Entity: user or team.", needs="key")
+    group: str | None = option(None, "Group of runs.", needs="key")
+    project: str = option("openrlhf", "Project.", needs="key")
     run_name: str | None = option(
         None,
         "Name of the run, also in TensorBoard; unset: the last part of run.dir.",
     )
-
-    def unused(self) -> Iterator[Unused]:
-        """Yield the flags that have no effect with the current settings."""
-        if not self.key:
-            yield Unused(["org", "group", "project"], "without --key")
 
 
 class LoggerConfig(Section):
@@ -147,12 +142,7 @@ class TrainConfig(SeedConfig):
         "Keep an exponential moving average (EMA) of the weights (RL: of the policy) and "
         "export it. Evaluations use the weights themselves.",
     )
-    ema_beta: float = option(0.992, "Decay of the EMA.", ge=0, lt=1)
-
-    def unused(self) -> Iterator[Unused]:
-        """Yield the flags that have no effect with the current settings."""
-        if not self.enable_ema:
-            yield Unused(["ema_beta"], "without --enable_ema")
+    ema_beta: float = option(0.992, "Decay of the EMA.", ge=0, lt=1, needs="enable_ema")
 
 
 class EvalConfig(Section):
@@ -166,7 +156,9 @@ class EvalConfig(Section):
     dataset: str | None = option(
         None, "Comma-separated files, folders or Hub names.", holds="dataset"
     )
-    split: str = option("train", "Split of the dataset; files have a single split.")
+    split: str = option(
+        "train", "Split of the dataset; files have a single split.", needs="dataset"
+    )
     patience: int | None = option(
         None,
         "Stop after N evaluations without improvement of --ckpt.best_metric_key, and export the "
@@ -174,29 +166,20 @@ class EvalConfig(Section):
         ge=1,
     )
 
-    def unused(self) -> Iterator[Unused]:
-        """Yield the flags that have no effect with the current settings."""
-        if not self.dataset:
-            yield Unused(["split"], "without --dataset")
-
 
 class LoraConfig(Section):
     """LoRA adapters."""
 
     rank: int = option(0, "LoRA rank; 0: train all weights, without an adapter.", ge=0)
-    alpha: int = option(16, "LoRA alpha: the update is multiplied by alpha / rank.", gt=0)
-    dropout: float = option(0.0, "Dropout before the adapter.", ge=0, lt=1)
-    target_modules: tuple[str, ...] = option(
-        ("all-linear",), "Modules to adapt; all-linear: every linear layer."
+    alpha: int = option(
+        16, "LoRA alpha: the update is multiplied by alpha / rank.", gt=0, needs="rank"
     )
-    rslora: bool = option(False, "Multiply by alpha / sqrt(rank) instead (rsLoRA).")
-    dora: bool = option(False, "Also train the norm of each weight row (DoRA).")
-
-    def unused(self) -> Iterator[Unused]:
-        """Yield the flags that have no effect with the current settings."""
-        if not self.rank:
-            names = ["alpha", "dropout", "target_modules", "rslora", "dora"]
-            yield Unused(names, "without --rank")
+    dropout: float = option(0.0, "Dropout before the adapter.", ge=0, lt=1, needs="rank")
+    target_modules: tuple[str, ...] = option(
+        ("all-linear",), "Modules to adapt; all-linear: every linear layer.", needs="rank"
+    )
+    rslora: bool = option(False, "Multiply by alpha / sqrt(rank) instead (rsLoRA).", needs="rank")
+    dora: bool = option(False, "Also train the norm of each weight row (DoRA).", needs="rank")
 
 
 class LoadingConfig(Section):
@@ -343,13 +326,9 @@ class FormatConfig(TokenizerConfig):
     input_template: str | None = option(
         None,
         "Template with {} in place of the prompt, for prompts without a chat template.",
+        unless="apply_chat_template",
     )
     apply_chat_template: bool = option(False, "Render prompts with the tokenizer's chat template.")
-
-    def unused(self) -> Iterator[Unused]:
-        """Yield the flags that have no effect with the current settings."""
-        if self.apply_chat_template:
-            yield Unused(["input_template"], "with --apply_chat_template")
 
 
 class DataConfig(FormatConfig):
@@ -394,7 +373,6 @@ class OfflineDataConfig(EndedTextConfig, DatasetConfig):
 
     def unused(self) -> Iterator[Unused]:
         """Yield the flags that have no effect with the current settings."""
-        yield from super().unused()
         if not (self.apply_chat_template or self.layout in ("auto", "arena")):
             yield Unused(
                 ["tokenizer_chat_template"],
@@ -426,32 +404,26 @@ class TrainedModelConfig(Section):
     gradient_checkpointing_enable: bool = option(
         False, "Recompute activations to save memory (RL: also in the critic)."
     )
-    gradient_checkpointing_reentrant: bool = option(False, "Use reentrant gradient checkpointing.")
+    gradient_checkpointing_reentrant: bool = option(
+        False,
+        "Use reentrant gradient checkpointing.",
+        needs="gradient_checkpointing_enable",
+    )
     gradient_checkpointing_every: int = option(
         1,
         "Recompute only every N-th layer, which is faster than all layers and takes more memory "
         "(RL: also in the critic).",
         ge=1,
+        needs="gradient_checkpointing_enable",
     )
     gradient_checkpointing_offload: bool = option(
-        False, "Keep the inputs of recomputed layers in CPU memory (RL: also in the critic)."
+        False,
+        "Keep the inputs of recomputed layers in CPU memory (RL: also in the critic).",
+        needs="gradient_checkpointing_enable",
     )
     aux_loss_coef: float = option(
         0.0, "Weight of the experts' load-balancing loss (RL: also in the critic).", ge=0
     )
-
-    def unused(self) -> Iterator[Unused]:
-        """Yield the flags that have no effect with the current settings."""
-        yield from super().unused()
-        if not self.gradient_checkpointing_enable:
-            yield Unused(
-                [
-                    "gradient_checkpointing_reentrant",
-                    "gradient_checkpointing_every",
-                    "gradient_checkpointing_offload",
-                ],
-                "without --gradient_checkpointing_enable",
-            )
 
 
 class ModelConfig(ModelSourceConfig, TrainedModelConfig):

@@ -207,7 +207,6 @@ class DPOModelConfig(shared.ModelConfig):
 
     def unused(self) -> Iterator[Unused]:
         """Yield the flags that have no effect with the current settings."""
-        yield from super().unused()
         if self.loss_type not in ("dpo", "robust"):
             yield Unused(["label_smoothing"], "without --loss_type dpo or robust")
         if self.loss_type != "simpo":
@@ -435,7 +434,6 @@ class RMModelConfig(shared.ModelConfig):
 
     def unused(self) -> Iterator[Unused]:
         """Yield the flags that have no effect with the current settings."""
-        yield from super().unused()
         if self.loss_type == "logexp":
             yield Unused(["margin_loss_enable"], "with --loss_type logexp")
 
