@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 from openrlhf import __version__
 from openrlhf.cli.common import (
     fail,
-    offline_command,
+    multi_process_command,
     pipe_may_close,
     plain_ends,
     prepare_process,
@@ -113,7 +113,7 @@ def run_plugin_task(name: str, argv: Sequence[str]) -> None:
     if name not in tasks:
         _refuse_verb(name, known=list(dict.fromkeys([*VERBS, *tasks])))
     task = tasks[name]
-    with offline_command(task.root, argv, command=name) as config:
+    with multi_process_command(task.root, argv, command=name) as config:
         with quick_imports():
             from openrlhf.launch.offline import run_offline
 
