@@ -19,6 +19,7 @@ from openrlhf.config.flags import (
     mentions,
     option,
     spelled_out,
+    switch,
     value_violations,
 )
 from openrlhf.config.unsupported import refusals
@@ -87,11 +88,8 @@ class Command(Section):
         """Return the output flags whose files or folders are not written with these settings."""
         return set()
 
-    def further_places(self) -> list[tuple[str, str, str]]:
-        """Return the outputs that have no flag, as (name, path, kind).
-
-        `places` lists the kinds of output.
-        """
+    def further_places(self) -> list[places.Output]:
+        """Return the outputs that have no flag."""
         return []
 
 
@@ -101,11 +99,10 @@ class ModelCommand(Command):
     model: shared.ModelSourceConfig = shared.ModelSourceConfig()
     data: shared.TokenizerConfig = shared.TokenizerConfig()
     ds: shared.LoadingConfig = shared.LoadingConfig()
-    dry_run: bool = option(
-        False, "Check everything, show the plan and the first batch, and exit.", saved=False
+    dry_run: bool = switch(
+        "Check everything, show the plan and the first batch, and exit.", saved=False
     )
-    use_ms: bool = option(
-        False,
+    use_ms: bool = switch(
         "Download from ModelScope instead of the Hugging Face Hub.",
         not_yet="download the files first and give their paths",
     )
@@ -145,14 +142,26 @@ class RecordedCommand(ModelCommand):
         return values
 
     def violations(self) -> Iterator[str]:
-        """Yield violations, including those about layers that several ranks share."""
+        """Yield violations, including those about layers that are split over ranks."""
         yield from super().violations()
-        yield from rules.parallelism_violations(self.ds)
+        if self.ds.tensor_parallel_size == 1:
+            return
+        if self.ds.load_in_4bit:
+            yield (
+                "<ds.tensor_parallel_size> cannot split 4-bit weights: leave out "
+                "--ds.load_in_4bit, or use --ds.tensor_parallel_size 1."
+            )
+        if self.ds.lora.rank and self.ds.lora.dora:
+            yield (
+                "<ds.tensor_parallel_size> cannot split the magnitudes of --ds.lora.dora: leave it "
+                "out, or use --ds.tensor_parallel_size 1."
+            )
 
     def notices(self) -> Iterator[str]:
         """Yield notices, including those about a template that may not do what the user expects."""
         yield from super().notices()
-        yield from rules.parallelism_notices(self.ds, self.given)
+        if self.ds.ring_attn_size > 1 and not self.given.get("ds.packing_samples"):
+            yield "--ds.packing_samples is on: <ds.ring_attn_size> divides packed rows over ranks."
         typed, template = self.given.get("data.input_template"), self.data.input_template
         if typed is not None and template is None:
             yield (

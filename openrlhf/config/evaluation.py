@@ -7,7 +7,7 @@ from typing import Any
 
 from openrlhf.config import rules, sampling_rules, shared
 from openrlhf.config.commands import RecordedCommand
-from openrlhf.config.flags import Section, Unused, option, required
+from openrlhf.config.flags import Section, Unused, option, required, unset
 from openrlhf.config.inference import SCORING_FLAGS, TRAINING_FLAGS, EngineCommand
 from openrlhf.config.learning import RLEvalConfig
 from openrlhf.config.rollout import (
@@ -46,23 +46,20 @@ SAMPLING_FLAGS = (
 class AgainstConfig(Section):
     """Answers to compare with the model's answers."""
 
-    model_name_or_path: str | None = option(
-        None, "Folder or Hub name of the other model.", holds="model"
-    )
-    answer_key: str | None = option(
-        None, "Dataset column with the other answers, used instead of a model."
+    model_name_or_path: str | None = unset("Folder or Hub name of the other model.", holds="model")
+    answer_key: str | None = unset(
+        "Dataset column with the other answers, used instead of a model."
     )
 
 
 class JudgeConfig(Section):
     """A language model that compares answers."""
 
-    url: str | None = option(
-        None,
+    url: str | None = unset(
         "OpenAI-compatible server, e.g. http://host:8000/v1. Its API key is read from "
         "OPENAI_API_KEY.",
     )
-    model: str | None = option(None, "Name of the model on that server.")
+    model: str | None = unset("Name of the model on that server.")
     max_tokens: int = option(512, "Maximum tokens per judgment.", ge=1)
 
 
@@ -184,8 +181,6 @@ class EvaluationConfig(EngineCommand, RecordedCommand):
         if not self.reward.models:
             scoring = [*SCORING_FLAGS, "reward.normalize_enable"]
             yield Unused(scoring, "without --reward.model_name_or_path")
-        if self.rollout.max_tokens_per_gpu:
-            yield Unused(["rollout.micro_batch_size"], "with --rollout.max_tokens_per_gpu")
         yield from self._unused_by_episodes()
         yield from super().unused()
 

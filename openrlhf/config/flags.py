@@ -180,14 +180,19 @@ def option(default: T, help: str, **info: Any) -> T:
     return field(default_factory=lambda: copy(default), metadata={"help": help, **info})
 
 
-def derived(help: str, **info: Any) -> Any:
-    """Declare a flag that is None until `resolve()` derives its value, unless the user sets it."""
+def switch(help: str, **info: Any) -> bool:
+    """Declare a switch that is off by default."""
+    return option(False, help, **info)
+
+
+def unset(help: str, **info: Any) -> Any:
+    """Declare a flag that is None until the user sets it or `resolve()` derives its value."""
     return option(None, help, **info)
 
 
 def required(help: str, **info: Any) -> Any:
     """Declare a flag that the command requires."""
-    return option(None, help, required=True, **info)
+    return unset(help, required=True, **info)
 
 
 @cache

@@ -8,8 +8,9 @@ from collections.abc import Iterator
 from openrlhf.config import choices, shared
 from openrlhf.config.algorithm import CORRECTION_DETAILS, AlgoConfig
 from openrlhf.config.commands import Root
-from openrlhf.config.flags import Unused, derived, option
+from openrlhf.config.flags import Unused, option, switch, unset
 from openrlhf.config.optimizer import AdamConfig, OptimizerConfig
+from openrlhf.config.places import Output
 from openrlhf.config.rollout import (
     AGENT,
     FUNCTION,
@@ -36,17 +37,15 @@ class ActorConfig(shared.GroupConfig, shared.TrainedModelConfig, OptimizerConfig
 
     policy_loss_type: str = option("ppo", "Policy loss.", choices=choices.POLICY_LOSSES)
     eps_clip: float = option(0.2, "Clip range of the ratio, both below and above 1.", gt=0)
-    eps_clip_low_high: tuple[float, float] = derived(
+    eps_clip_low_high: tuple[float, float] = unset(
         "Clip ranges below and above 1; unset: eps_clip for both.", ge=0
     )
-    dual_clip: float | None = option(
-        None, "Dual-clip bound of the loss for negative advantages.", gt=1
+    dual_clip: float | None = unset("Dual-clip bound of the loss for negative advantages.", gt=1)
+    entropy_coef: float | None = unset(
+        "Weight of the entropy bonus; 0: only log it; unset: do not compute it."
     )
-    entropy_coef: float | None = option(
-        None, "Weight of the entropy bonus; 0: only log it; unset: do not compute it."
-    )
-    freeze_visual_encoder: bool = option(
-        False, "Train only the language part of a vision model.", not_yet="leave it out"
+    freeze_visual_encoder: bool = switch(
+        "Train only the language part of a vision model.", not_yet="leave it out"
     )
     adam: AdamConfig = AdamConfig(lr=1e-6)
 
@@ -54,27 +53,27 @@ class ActorConfig(shared.GroupConfig, shared.TrainedModelConfig, OptimizerConfig
 class CriticConfig(shared.GroupConfig, OptimizerConfig):
     """The critic (estimator gae)."""
 
-    model_name_or_path: str | None = option(
-        None, "Folder or Hub name; unset: the first reward model, else the policy.", holds="model"
+    model_name_or_path: str | None = unset(
+        "Folder or Hub name; unset: the first reward model, else the policy.", holds="model"
     )
     value_clip: float = option(0.5, "Clip range of the values.", gt=0)
     freezing_steps: int = option(-1, "Number of initial steps that train only the critic.", ge=-1)
-    save_value_network: bool = option(False, "Export the critic at the end of the run.")
+    save_value_network: bool = switch("Export the critic at the end of the run.")
     adam: AdamConfig = AdamConfig(lr=9e-6)
 
 
 class RefConfig(shared.GroupConfig):
     """The reference policy."""
 
-    offload: bool = option(False, "Keep the reference in CPU memory between uses.")
+    offload: bool = switch("Keep the reference in CPU memory between uses.")
 
 
 class RLTrainConfig(shared.ProcessConfig, shared.TrainConfig):
     """Batches, epochs, seed, placement, pipeline."""
 
     num_episodes: int = option(1, "Number of epochs over the prompts.", ge=1)
-    dynamic_batch_enable: bool = option(
-        False, "Size micro-batches by tokens instead of samples; implies packing."
+    dynamic_batch_enable: bool = switch(
+        "Size micro-batches by tokens instead of samples; implies packing."
     )
     max_tokens_per_gpu: int = option(
         16192,
@@ -82,25 +81,22 @@ class RLTrainConfig(shared.ProcessConfig, shared.TrainConfig):
         ge=1,
         needs="dynamic_batch_enable",
     )
-    colocate_actor_ref: bool = option(False, "Colocate policy and reference on the same devices.")
-    colocate_critic_reward: bool = option(
-        False, "Colocate critic and reward models on the same devices."
-    )
-    colocate_all: bool = option(False, "Colocate all models and the engines on the same devices.")
-    async_enable: bool = option(False, "Generate and train at the same time.")
+    colocate_actor_ref: bool = switch("Colocate policy and reference on the same devices.")
+    colocate_critic_reward: bool = switch("Colocate critic and reward models on the same devices.")
+    colocate_all: bool = switch("Colocate all models and the engines on the same devices.")
+    async_enable: bool = switch("Generate and train at the same time.")
     async_queue_size: int = option(
         1,
         "Maximum number of batches being generated or waiting, not counting the one in training.",
         ge=1,
         needs="async_enable",
     )
-    max_staleness: int = derived(
+    max_staleness: int = unset(
         "Maximum age of a sample in weight versions; unset: train.async_queue_size.",
         ge=1,
         needs="async_enable",
     )
-    partial_rollout_enable: bool = option(
-        False,
+    partial_rollout_enable: bool = switch(
         "Publish weights during generation; unfinished samples continue with the new weights.",
         needs="async_enable",
     )
@@ -145,8 +141,8 @@ class RLLoraConfig(shared.LoraConfig):
 class RLDeepSpeedConfig(shared.LMDeepSpeedConfig):
     """DeepSpeed, precision and offloading of the trained models."""
 
-    enable_sleep: bool = option(
-        False, "Move the training state to CPU memory between updates.", unless="adam_offload"
+    enable_sleep: bool = switch(
+        "Move the training state to CPU memory between updates.", unless="adam_offload"
     )
     value_head_prefix: str = option(
         "score", "Name of the scalar head; a stored name takes precedence."
@@ -175,7 +171,7 @@ class RLEvalConfig(shared.EvalConfig):
     n_samples_per_prompt: int = option(
         4, "Responses per prompt: the k of pass@k.", ge=1, needs="dataset"
     )
-    at_start: bool = option(False, "Also evaluate before the first step.", needs="dataset")
+    at_start: bool = switch("Also evaluate before the first step.", needs="dataset")
 
 
 class RLFlags(Root):
@@ -211,13 +207,14 @@ class RLFlags(Root):
             return {"ckpt.path", "ckpt.output_dir"}
         return super().idle_places()
 
-    def further_places(self) -> list[tuple[str, str, str]]:
+    def further_places(self) -> list[Output]:
         """Return the critic's output folder if the run writes it."""
         exports = self.estimator_traits.needs_critic and self.critic.save_value_network
         if self.rollout.only or not exports:
             return []
         folder = f"{self.ckpt.output_dir}_critic"
-        return [(f"{folder} (--critic.save_value_network)", folder, "model")]
+        named = f"{folder} (--critic.save_value_network)"
+        return [Output(named=named, path=folder, kind="model")]
 
     @property
     def samples(self) -> int:
@@ -250,11 +247,6 @@ class RLFlags(Root):
         without its adapters.
         """
         return self.algo.kl.init_coef > 0 and not self.ds.lora.rank
-
-    @property
-    def policy_is_reference(self) -> bool:
-        """True if the policy without its adapters is the reference."""
-        return self.algo.kl.init_coef > 0 and self.ds.lora.rank > 0
 
     @property
     def needs_old_policy(self) -> bool:

@@ -143,12 +143,12 @@ def engine_notices(config: RLFlags) -> Iterator[str]:
 def staleness_notices(config: RLFlags) -> Iterator[str]:
     """Yield notices about sample staleness and whether the loss is corrected for it."""
     train, rollout = config.train, config.rollout
-    at_once = rollout.vllm_generate_batch_size
-    ahead = at_once > rollout.batch_size and not train.async_enable
+    several = rollout.vllm_generate_batch_size > rollout.batch_size
+    ahead = several and not train.async_enable
     if ahead and not rollout.only:
         yield (
-            f"--rollout.vllm_generate_batch_size {at_once} generates for more than one step at a "
-            "time: later steps train on samples from older weights."
+            "<rollout.vllm_generate_batch_size> generates for more than one step at a time: later "
+            "steps train on samples from older weights."
         )
     if train.async_enable and train.max_staleness < train.async_queue_size:
         yield "With <train.max_staleness>, the queue (<train.async_queue_size>) can never fill up."

@@ -7,7 +7,7 @@ from typing import Any
 
 from openrlhf.config import shared
 from openrlhf.config.commands import ModelCommand
-from openrlhf.config.flags import Section, option, required
+from openrlhf.config.flags import Section, option, required, switch, unset
 
 
 class ServedModelConfig(Section):
@@ -16,8 +16,8 @@ class ServedModelConfig(Section):
     model_name_or_path: str = required(
         "Folder or Hub name of a reward model, with its tokenizer.", holds="model"
     )
-    normalize_enable: bool = option(
-        False, "Normalize rewards with the stored mean and standard deviation."
+    normalize_enable: bool = switch(
+        "Normalize rewards with the stored mean and standard deviation."
     )
 
 
@@ -41,8 +41,8 @@ class ServeConfig(ModelCommand):
         "Side on which texts longer than data.max_len are truncated; the eos token is kept.",
         choices=("left", "right"),
     )
-    batch_size: int | None = option(
-        None, "Maximum texts in a forward pass; unset: limited only by max_batch_tokens.", ge=1
+    batch_size: int | None = unset(
+        "Maximum texts in a forward pass; unset: limited only by max_batch_tokens.", ge=1
     )
     max_batch_tokens: int = option(
         16192,

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterator
 from typing import Any, ClassVar
 
 from openrlhf.config import choices, machine, rules, shared, training_rules
 from openrlhf.config.commands import Root
-from openrlhf.config.flags import Section, Unused, option, required, text_of
+from openrlhf.config.flags import Section, Unused, option, required, switch, text_of, unset
 from openrlhf.config.optimizer import AdamConfig, OptimizerConfig
 
 
@@ -38,9 +39,8 @@ class SupervisedConfig(OptimizerConfig, Root):
 
         A dry run or a plan without a launcher describes a run that a launcher will start later.
         """
-        if machine.launched_processes() is None:
-            return not (self.dry_run or machine.only_plans)
-        return True
+        describes_later_run = self.dry_run or machine.only_plans
+        return bool(os.environ.get("WORLD_SIZE")) or not describes_later_run
 
     def notices(self) -> Iterator[str]:
         """Yield notices about this resolved configuration."""
@@ -65,16 +65,16 @@ class SupervisedConfig(OptimizerConfig, Root):
             )
         if self._starts_here:
             yield from training_rules.process_violations(self.ds, machine.world_size())
-        ranks, train = self.ds.data_slices(machine.world_size()), self.train
+        processes = machine.world_size()
+        ranks = self.ds.data_slices(processes)
         yield from training_rules.rank_violations(
-            train.batch_size,
+            self.train.batch_size,
             ranks,
-            micro=train.micro_batch_size,
+            micro=self.train.micro_batch_size,
             what=f"the launcher started {ranks}",
         )
-        sharing = ranks * self.ds.ring_attn_size
         yield from training_rules.partition_violations(
-            self.ds, sharing, what=f"the launcher started {machine.world_size()}"
+            self.ds, ranks * self.ds.ring_attn_size, what=f"the launcher started {processes}"
         )
         yield from training_rules.optimizer_violations(self, self.ds)
         yield from rules.probability_violations(self, "data.dataset", "data.dataset_probs")
@@ -83,24 +83,20 @@ class SupervisedConfig(OptimizerConfig, Root):
 class SFTModelConfig(shared.ModelConfig):
     """The model and the targets of the loss."""
 
-    pretrain_mode_enable: bool = option(
-        False, "Pretrain on raw text, with every token as a target."
-    )
+    pretrain_mode_enable: bool = switch("Pretrain on raw text, with every token as a target.")
 
 
 class ResponseDataConfig(shared.OfflineDataConfig):
     """Tokenizer, prompts and responses."""
 
     input_key: str = option("input", "Column with the prompt, as text or chat.")
-    output_key: str | None = option(
-        None, "Column with the response; unset: the last turn of the chat."
-    )
+    output_key: str | None = unset("Column with the response; unset: the last turn of the chat.")
 
 
 class SFTDataConfig(ResponseDataConfig):
     """Tokenizer, prompts or chats, and responses."""
 
-    multiturn: bool = option(False, "Train on every assistant turn of a chat.")
+    multiturn: bool = switch("Train on every assistant turn of a chat.")
 
 
 class SFTConfig(SupervisedConfig):
@@ -153,8 +149,8 @@ class SFTConfig(SupervisedConfig):
 class PairColumns(Section):
     """Columns of pairs."""
 
-    prompt_key: str | None = option(
-        None, "Column with the prompt for both answers; unset: the answers contain it."
+    prompt_key: str | None = unset(
+        "Column with the prompt for both answers; unset: the answers contain it."
     )
     chosen_key: str = option("chosen", "Column with the preferred answer or conversation.")
     rejected_key: str = option("rejected", "Column with the rejected answer or conversation.")
@@ -167,17 +163,16 @@ class PreferenceDataConfig(PairColumns, shared.OfflineDataConfig):
 class ReferenceConfig(Section):
     """The reference model."""
 
-    model_name_or_path: str | None = option(
-        None, "Folder or Hub name; unset: same as the trained model.", holds="model"
+    model_name_or_path: str | None = unset(
+        "Folder or Hub name; unset: same as the trained model.", holds="model"
     )
-    offload: bool = option(False, "Keep the reference in CPU memory between uses.")
+    offload: bool = switch("Keep the reference in CPU memory between uses.")
 
 
 class DPOReferenceConfig(ReferenceConfig):
     """The reference model."""
 
-    precompute: bool = option(
-        False,
+    precompute: bool = switch(
         "Compute the reference's log-probabilities for all rows once before training, and store "
         "them next to the checkpoints.",
     )
@@ -187,7 +182,7 @@ class DPOModelConfig(shared.ModelConfig):
     """The model and the preference loss."""
 
     loss_type: str = option("dpo", "Preference loss.", choices=choices.PREFERENCE_LOSSES)
-    ipo_enable: bool = option(False, "Same as loss_type ipo.")
+    ipo_enable: bool = switch("Same as loss_type ipo.")
     beta: float = option(
         0.1,
         "Strength of the KL constraint to the reference; SimPO: reward scale; ORPO: weight of "
@@ -331,15 +326,15 @@ class KDLossConfig(Section):
         "student must have the same vocabulary.",
         holds="model",
     )
-    teacher_offload: bool = option(False, "Keep the teacher in CPU memory between uses.")
+    teacher_offload: bool = switch("Keep the teacher in CPU memory between uses.")
     coef: float = option(
         0.4,
         "Weight of the distillation loss; the loss on the responses has 1 minus this weight.",
         ge=0,
         le=1,
     )
-    top_k: int | None = option(
-        None, "Number of the teacher's most likely tokens to learn from; unset: all.", ge=1
+    top_k: int | None = unset(
+        "Number of the teacher's most likely tokens to learn from; unset: all.", ge=1
     )
 
     @property
@@ -423,14 +418,11 @@ class RMModelConfig(shared.ModelConfig):
     loss_type: str = option(
         "sigmoid", "Pairwise loss; both names select the same loss.", choices=("sigmoid", "logexp")
     )
-    margin_loss_enable: bool = option(
-        False,
+    margin_loss_enable: bool = switch(
         "Use the column margin as the required reward margin (sigmoid).",
     )
-    compute_fp32_loss_enable: bool = option(
-        False, "No effect: rewards are always float32.", obsolete=True
-    )
-    reinit_head: bool = option(False, "Initialize a new scalar head even if one is stored.")
+    compute_fp32_loss_enable: bool = switch("No effect: rewards are always float32.", obsolete=True)
+    reinit_head: bool = switch("Initialize a new scalar head even if one is stored.")
 
     def unused(self) -> Iterator[Unused]:
         """Yield the flags that have no effect with the current settings."""
