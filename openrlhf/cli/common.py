@@ -58,8 +58,7 @@ def read_flags(
         asks_for_help = not HELP_FLAGS.isdisjoint(words)
         if on_ray and machine.ray_may_run() and not asks_for_help:
             _use_devices_of_ray()
-        with pipe_may_close():
-            config = parse_config(root, words, command=command)
+    config = parse_flags(root, words, command=command)
     check_folders(config)
     skip_unreachable_hub(config)
     return config
