@@ -7,7 +7,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from openrlhf.config import choices
-from openrlhf.config.flags import Section, Unused, option, switch, unset
+from openrlhf.config.flags import Section, Unused, count, option, switch, unset
 
 # Flags of `AdvantageConfig` that configure a correction.
 CORRECTION_DETAILS = ("is_correction_mode", "is_correction_gating", "is_correction_threshold")
@@ -92,8 +92,8 @@ class KLConfig(Section):
     target: float | None = unset(
         "Adapt the coefficient to keep the KL near this value, in nats per token.", gt=0
     )
-    horizon: int = option(
-        10000, "Number of samples over which the coefficient adapts.", ge=1, needs="target"
+    horizon: int = count(
+        10000, "Number of samples over which the coefficient adapts.", needs="target"
     )
     stop_update: float | None = unset(
         "Stop updating on a batch when the KL exceeds this value, in nats per token.", gt=0

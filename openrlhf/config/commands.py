@@ -44,7 +44,7 @@ class Command(Section):
         """Return a copy with all derived values set, and the notices."""
         values = self.derived_values()
         copy = amend(self, values | amend(self, values).common_values(command))
-        return copy, spelled_out(copy, [*without_effect(copy, self.given), *copy.notices()])
+        return copy, spelled_out(copy, [*without_effect(copy), *copy.notices()])
 
     def check(self) -> list[str]:
         """Return one sentence per mistake: a value out of bounds, an unavailable feature, or a
@@ -162,7 +162,8 @@ class RecordedCommand(ModelCommand):
         yield from super().notices()
         if self.ds.ring_attn_size > 1 and not self.given.get("ds.packing_samples"):
             yield "--ds.packing_samples is on: <ds.ring_attn_size> divides packed rows over ranks."
-        typed, template = self.given.get("data.input_template"), self.data.input_template
+        typed = self.given.get("data.input_template")
+        template = self.data.input_template
         if typed is not None and template is None:
             yield (
                 f"--data.input_template {typed!r} is ignored: it has no {{}} placeholder for the "
@@ -203,7 +204,6 @@ class Root(RecordedCommand):
 
     def unused(self) -> Iterator[Unused]:
         """Yield the flags that have no effect with the current settings."""
-        yield from super().unused()
         if not (self.ckpt.saves or self.keeps_best):
             saving = ["ckpt.save_hf", "ckpt.disable_ds", "ckpt.max_num", "ckpt.max_mem"]
             yield Unused(

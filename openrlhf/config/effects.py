@@ -5,7 +5,7 @@ A flag that depends on one other flag in its section declares it as `needs` or `
 are declared as `obsolete`.
 """
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 from openrlhf.config.flags import FOR_OLDER_SCRIPTS, Section, flags_of, value_at
@@ -20,7 +20,8 @@ def unused_flags(config: Section) -> dict[str, str]:
     reasons: dict[str, str] = {}
     for prefix, section in _sections(config, ""):
         for unused in section.unused():
-            names, kept = _dotted(prefix, unused.names), _dotted(prefix, unused.but)
+            names = _dotted(prefix, unused.names)
+            kept = _dotted(prefix, unused.but)
             why = unused.why.replace("--", f"--{prefix}")  # flag names in `why` are relative, too
             for path in flags:
                 if f"{path}.".startswith(names) and not f"{path}.".startswith(kept):
@@ -48,11 +49,12 @@ def _dotted(prefix: str, names: Sequence[str]) -> tuple[str, ...]:
     return tuple(f"{prefix}{name}." for name in names)
 
 
-def without_effect(config: Section, given: Mapping[str, Any]) -> Iterator[str]:
+def without_effect(config: Any) -> Iterator[str]:
     """Yield one sentence for each reason why flags that the user set have no effect."""
-    reasons, flags = unused_flags(config), flags_of(type(config))
+    reasons = unused_flags(config)
+    flags = flags_of(type(config))
     names: dict[str, list[str]] = {}
-    for path, value in given.items():
+    for path, value in config.given.items():
         if path in reasons and value != flags[path].default:
             names.setdefault(reasons[path], []).append(f"--{path}")
     for why, found in names.items():

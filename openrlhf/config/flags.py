@@ -185,6 +185,11 @@ def switch(help: str, **info: Any) -> bool:
     return option(False, help, **info)
 
 
+def count(default: int, help: str, **info: Any) -> int:
+    """Declare a whole number of at least 1."""
+    return option(default, help, ge=1, **info)
+
+
 def unset(help: str, **info: Any) -> Any:
     """Declare a flag that is None until the user sets it or `resolve()` derives its value."""
     return option(None, help, **info)
@@ -376,7 +381,8 @@ def nearest(name: str, known: Iterable[str]) -> list[str]:
     likeness: dict[str, float] = {}
     for path in known:
         known_leaf = path.rpartition(".")[2]
-        whole, last = _similarity(name, path), _similarity(leaf, known_leaf)
+        whole = _similarity(name, path)
+        last = _similarity(leaf, known_leaf)
         if len(leaf) > 2 and (known_leaf.startswith(leaf) or leaf.endswith(f"_{known_leaf}")):
             last = max(last, 0.9)
         if whole >= cutoff or last >= 0.8:

@@ -11,7 +11,8 @@ from openrlhf.config.flags import Flag, flags_of
 from openrlhf.config.methods import command_of_method
 from openrlhf.config.unsupported import refused_flags
 
-WIDTH, INDENT = 100, 32
+WIDTH = 100
+INDENT = 32
 WIDEST_CHOICES = 60
 FOOTER = """
 --help all: every flag. --help WORD: flags with this word. --help_json: a JSON schema.
@@ -86,7 +87,8 @@ def _entry(flag: Flag, refused: set[str]) -> str:
         description += f" One of {', '.join(flag.choices or ())}."
     if flag.path in refused:
         description += " Not available yet."
-    margin, left = " " * INDENT, f"  {spellings}"
+    margin = " " * INDENT
+    left = f"  {spellings}"
     text = textwrap.fill(description, WIDTH, initial_indent=margin, subsequent_indent=margin)
     if len(left) <= INDENT - 2:
         return left + text[len(left) :]

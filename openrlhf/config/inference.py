@@ -10,7 +10,7 @@ from typing import Any, ClassVar
 
 from openrlhf.config import machine, rules, sampling_rules, shared
 from openrlhf.config.commands import ModelCommand, RecordedCommand
-from openrlhf.config.flags import Section, Unused, amend, option, required, switch, unset
+from openrlhf.config.flags import Section, Unused, amend, count, option, required, switch, unset
 from openrlhf.config.ppo import engine_values
 from openrlhf.config.rollout import RewardConfig, RolloutConfig, SamplingConfig, VLLMConfig
 from openrlhf.config.supervised import RMDeepSpeedConfig
@@ -159,7 +159,7 @@ class BatchInferenceConfig(EngineCommand, RecordedCommand):
         holds="place",
         writes="file",
     )
-    best_of_n: int = option(1, "Number of answers per prompt.", ge=1)
+    best_of_n: int = count(1, "Number of answers per prompt.")
     iter: int | None = unset(
         "Process only rollout.batch_size rows, starting at row iter x rollout.batch_size.",
         ge=0,
@@ -195,13 +195,13 @@ class BatchInferenceConfig(EngineCommand, RecordedCommand):
         By default, all GPUs are used, --model.model_name_or_path is also the reward model, and an
         answer may take half of the context.
         """
-        gpus, room = machine.count_gpus(), rules.room(self)
+        gpus = machine.count_gpus()
+        room = rules.room(self)
         values: dict[str, Any] = {
             "data.max_len": room,
             "rollout.max_new_tokens": answer_length(room),
             "vllm.num_engines": max(1, gpus // max(1, self.vllm.devices)),
             "reward.num_gpus_per_node": min(8, gpus) or 1,
-            "reward.model_name_or_path": None,
         }
         if not self.samples_answers:
             values["reward.model_name_or_path"] = self.model.model_name_or_path
@@ -242,7 +242,6 @@ class BatchInferenceConfig(EngineCommand, RecordedCommand):
             yield Unused(["reward_template"], "without --post_processor csft")
         if not self.reward.models:
             yield Unused(["reward.normalize_enable"], "without --reward.model_name_or_path")
-        yield from super().unused()
 
     def _unused_ever(self) -> Iterator[Unused]:
         episodes = [
@@ -307,4 +306,3 @@ class ChatConfig(ModelCommand):
     def unused(self) -> Iterator[Unused]:
         """Yield the flags that have no effect with the current settings."""
         yield Unused(["ds.packing_samples"], "with this command")
-        yield from super().unused()

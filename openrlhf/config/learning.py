@@ -8,7 +8,7 @@ from collections.abc import Iterator
 from openrlhf.config import choices, shared
 from openrlhf.config.algorithm import CORRECTION_DETAILS, AlgoConfig
 from openrlhf.config.commands import Root
-from openrlhf.config.flags import Unused, option, switch, unset
+from openrlhf.config.flags import Unused, count, option, switch, unset
 from openrlhf.config.optimizer import AdamConfig, OptimizerConfig
 from openrlhf.config.places import Output
 from openrlhf.config.rollout import (
@@ -71,24 +71,22 @@ class RefConfig(shared.GroupConfig):
 class RLTrainConfig(shared.ProcessConfig, shared.TrainConfig):
     """Batches, epochs, seed, placement, pipeline."""
 
-    num_episodes: int = option(1, "Number of epochs over the prompts.", ge=1)
+    num_episodes: int = count(1, "Number of epochs over the prompts.")
     dynamic_batch_enable: bool = switch(
         "Size micro-batches by tokens instead of samples; implies packing."
     )
-    max_tokens_per_gpu: int = option(
+    max_tokens_per_gpu: int = count(
         16192,
         "Maximum tokens in a dynamic micro-batch; a longer sample gets its own.",
-        ge=1,
         needs="dynamic_batch_enable",
     )
     colocate_actor_ref: bool = switch("Colocate policy and reference on the same devices.")
     colocate_critic_reward: bool = switch("Colocate critic and reward models on the same devices.")
     colocate_all: bool = switch("Colocate all models and the engines on the same devices.")
     async_enable: bool = switch("Generate and train at the same time.")
-    async_queue_size: int = option(
+    async_queue_size: int = count(
         1,
         "Maximum number of batches being generated or waiting, not counting the one in training.",
-        ge=1,
         needs="async_enable",
     )
     max_staleness: int = unset(
@@ -168,9 +166,7 @@ class RLEvalConfig(shared.EvalConfig):
     """Evaluation by sampling responses to prompts."""
 
     temperature: float = option(0.6, "Temperature; 0: greedy.", ge=0, le=2, needs="dataset")
-    n_samples_per_prompt: int = option(
-        4, "Responses per prompt: the k of pass@k.", ge=1, needs="dataset"
-    )
+    n_samples_per_prompt: int = count(4, "Responses per prompt: the k of pass@k.", needs="dataset")
     at_start: bool = switch("Also evaluate before the first step.", needs="dataset")
 
 
@@ -231,9 +227,11 @@ class RLFlags(Root):
 
         An asynchronous step may span two epochs.
         """
-        size, epochs = self.rollout.batch_size, self.train.num_episodes
+        size = self.rollout.batch_size
+        epochs = self.train.num_episodes
         if self.train.async_enable:
-            prompts, epochs = prompts * epochs, 1
+            prompts = prompts * epochs
+            epochs = 1
         return [min(size, prompts - first) for first in range(0, prompts, size)] * epochs
 
     @property
@@ -357,7 +355,8 @@ class RLFlags(Root):
         yield Unused(names, "with --rollout.replay_dir")
 
     def _unused_by_models(self) -> Iterator[Unused]:
-        critic, models = self.estimator_traits.needs_critic, self.reward.models
+        critic = self.estimator_traits.needs_critic
+        models = self.reward.models
         shared_by_critic = "train.colocate_critic_reward"
         yield from unused_without({CRITIC: critic}, "critic", "placement.critic", shared_by_critic)
         yield from unused_without(
@@ -368,7 +367,8 @@ class RLFlags(Root):
         yield from unused_without({CRITIC: critic, REWARD_MODEL: models}, "ds.value_head_prefix")
 
     def _unused_by_episodes(self) -> Iterator[Unused]:
-        train, agent = self.train, self.train.agent_func_path
+        train = self.train
+        agent = self.train.agent_func_path
         yield from unused_by_agents(agent)
         yield from unused_without({AGENT: agent}, "data.image_key")
         yield from unused_by_rewards(self.reward, self.rollout, agents={AGENT: agent}, judges={})

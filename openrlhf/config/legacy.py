@@ -91,9 +91,11 @@ def translate(groups: Iterable[Group], flags: Mapping[str, Flag]) -> Translation
     lengths: dict[str, str] = {}
     for name, words in groups:
         value = " ".join(words)
-        old, extra = name, value
+        old = name
+        extra = value
         if f"{name}={value}" in SWITCHES:
-            old, extra = f"{name}={value}", ""
+            old = f"{name}={value}"
+            extra = ""
         path, _, new = SWITCHES.get(old, "").partition(" ")
         if name in known:
             result.replace(name, known[name], words)

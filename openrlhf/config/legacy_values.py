@@ -89,7 +89,8 @@ def current_values(old: Mapping[str, Any], given: Mapping[str, Any]) -> dict[str
 
 
 def _correction_values(old: Mapping[str, Any], given: Mapping[str, Any]) -> dict[str, Any]:
-    level, mode = None, None
+    level = None
+    mode = None
     if old.get(ENABLE):
         level, mode = CORRECTIONS.get(old.get(TYPE, "tis"), (None, None))
     level = old.get("algo.correction.level") or level
@@ -102,7 +103,8 @@ def _correction_values(old: Mapping[str, Any], given: Mapping[str, Any]) -> dict
         values[THRESHOLD] = band
     if mode == "truncate":  # an upper bound only
         _, high = band or given.get(THRESHOLD, AdvantageConfig().is_correction_threshold)
-        values[MODE], values[THRESHOLD] = "clip", [0.0, high]
+        values[MODE] = "clip"
+        values[THRESHOLD] = [0.0, high]
     elif mode:
         values[MODE] = mode
     return values

@@ -203,25 +203,26 @@ class Reader:
             return
         spelling = candidates[0]
         flag = self.by_spelling[spelling]
-        number = {"switch": 0, "pair": 2}.get(flag.shape, 1)
-        numbers = {number}
+        counts = (1,)
+        if flag.shape == "pair":
+            counts = (2,)
         if flag.single is not None:
-            numbers = {1, 2}
+            counts = (1, 2)
         if flag.shape == "list":
             typed[flag.path] = [*typed.get(flag.path, []), *words]
         elif flag.shape == "switch" and words:
             self.problems.append(takes_no_value(flag.name, words))
-        elif len(words) not in numbers:
-            found = " ".join(words) or "nothing"
-            counts = " or ".join(map(str, sorted(numbers)))
-            self.problems.append(f"{flag.name} takes {counts} value(s), but {found} follows it.")
-            self.doubtful.add(flag.path)
         elif flag.shape == "switch":
             typed[flag.path] = flag.switches[f"--{spelling}"]
-        elif flag.shape == "pair":
-            typed[flag.path] = words
-        else:
+        elif len(words) not in counts:
+            found = " ".join(words) or "nothing"
+            allowed = " or ".join(map(str, counts))
+            self.problems.append(f"{flag.name} takes {allowed} value(s), but {found} follows it.")
+            self.doubtful.add(flag.path)
+        elif len(words) == 1:
             typed[flag.path] = words[0]
+        else:
+            typed[flag.path] = words
 
     def _unknown(self, name: str) -> str:
         """Return the message about an unknown flag, with the flags that the user may have meant.
@@ -288,11 +289,6 @@ class Reader:
             else:
                 self.problems.append(f"{file}: {self._unknown(path)}")
         return values
-
-
-def load_plugins_named_in(argv: Sequence[str]) -> None:
-    """Load the plug-ins listed on a command line and in its file. Other flags are not checked."""
-    Reader(Command, "").read(argv)
 
 
 def _split_at_flags(argv: Iterable[str]) -> list[Group]:

@@ -73,7 +73,8 @@ class Output:
 
     def changes(self, path: str) -> bool:
         """Return whether the command would write, replace or move the file or folder at `path`."""
-        read, real = Path(path).resolve(), Path(self.path).resolve()
+        read = Path(path).resolve()
+        real = Path(self.path).resolve()
         if self.is_file:
             return str(read) in [f"{real}{suffix}" for suffix in FILE_SUFFIXES]
         if read == real:
@@ -123,7 +124,8 @@ def inputs(config: Any) -> list[tuple[Flag, str]]:
 
 def overwriting(config: Any) -> Iterator[str]:
     """Yield a violation for each output that would overwrite an input or another output's file."""
-    written, read = list(outputs(config)), inputs(config)
+    written = list(outputs(config))
+    read = inputs(config)
     for output in written:
         for flag, path in read:
             name = f"{flag.name} {path}"

@@ -28,7 +28,8 @@ def group_sizes(config: RLFlags) -> dict[str, Any]:
 
 def learning_values(config: RLFlags) -> dict[str, Any]:
     """Return derived settings of rewards, critic and losses, keyed by flag path."""
-    loss, eps_clip = config.policy_loss_traits, config.actor.eps_clip
+    loss = config.policy_loss_traits
+    eps_clip = config.actor.eps_clip
     clip = (eps_clip, eps_clip)
     if loss.clip and "actor.eps_clip" not in config.given:
         clip = loss.clip

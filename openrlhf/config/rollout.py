@@ -6,7 +6,17 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, ClassVar
 
 from openrlhf.config import machine
-from openrlhf.config.flags import Section, Unused, items, option, required, switch, unset, value_at
+from openrlhf.config.flags import (
+    Section,
+    Unused,
+    count,
+    items,
+    option,
+    required,
+    switch,
+    unset,
+    value_at,
+)
 
 # Phrases for notices about what a flag requires.
 AGENT = "--train.agent_func_path"
@@ -17,7 +27,7 @@ VERIFIER = "--reward.verifier"
 class VLLMConfig(Section):
     """Rollout engines (vLLM)."""
 
-    num_engines: int = option(1, "Number of engines.", ge=1)
+    num_engines: int = count(1, "Number of engines.")
     max_engines: int = unset(
         "Maximum number of engines, including those that join later; unset: vllm.num_engines.", ge=1
     )
@@ -25,11 +35,11 @@ class VLLMConfig(Section):
     hang_timeout: float = option(
         600.0, "Restart an engine that has not responded for this many seconds.", ge=1
     )
-    tensor_parallel_size: int = option(
-        1, "Tensor-parallel size: GPUs that each layer of an engine is split across.", ge=1
+    tensor_parallel_size: int = count(
+        1, "Tensor-parallel size: GPUs that each layer of an engine is split across."
     )
-    pipeline_parallel_size: int = option(
-        1, "Pipeline-parallel size: stages that the layers of an engine are split into.", ge=1
+    pipeline_parallel_size: int = count(
+        1, "Pipeline-parallel size: stages that the layers of an engine are split into."
     )
     dtype: str = option(
         "auto", "Data type; auto: ds.param_dtype.", choices=("auto", "fp32", "bf16")
@@ -104,20 +114,20 @@ class SamplingConfig(Section):
 class RolloutConfig(RemoteEnginesConfig, SamplingConfig):
     """Sampling."""
 
-    batch_size: int = option(1024, "Prompts per iteration.", ge=1)
+    batch_size: int = count(1024, "Prompts per iteration.")
     vllm_generate_batch_size: int = unset(
         "Prompts to generate responses for at once; unset: batch_size.",
         ge=1,
     )
-    micro_batch_size: int = option(
-        1, "Samples per forward pass without gradient.", ge=1, unless="max_tokens_per_gpu"
+    micro_batch_size: int = count(
+        1, "Samples per forward pass without gradient.", unless="max_tokens_per_gpu"
     )
     max_tokens_per_gpu: int | None = unset(
         "Maximum tokens per forward pass with dynamic batches; unset: same as in training. A "
         "longer sample gets its own pass.",
         ge=1,
     )
-    n_samples_per_prompt: int = option(1, "Responses per prompt.", ge=1)
+    n_samples_per_prompt: int = count(1, "Responses per prompt.")
     seeded: str = option(
         "auto", "Seed each sample; auto: only on CPUs.", choices=("auto", "on", "off")
     )
@@ -228,9 +238,9 @@ class RewardConfig(RuleConfig):
         le=1,
     )
     offload: bool = switch("Keep the reward models in CPU memory between uses.")
-    num_nodes: int = option(1, "Nodes for the reward models.", ge=1)
-    num_gpus_per_node: int = option(
-        8, "GPUs per node; on machines without GPUs, CPU processes per node.", ge=1
+    num_nodes: int = count(1, "Nodes for the reward models.")
+    num_gpus_per_node: int = count(
+        8, "GPUs per node; on machines without GPUs, CPU processes per node."
     )
 
     @property

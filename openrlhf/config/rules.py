@@ -104,7 +104,8 @@ def single_process_notices(config: Any) -> Iterator[str]:
     """Yield a notice that lists the sizes set to 1 because there is no GPU."""
     if machine.count_gpus():
         return
-    unused, size = unused_flags(config), config.ds.ranks_per_slice
+    unused = unused_flags(config)
+    size = config.ds.ranks_per_slice
     smallest: list[str] = []
     for path in _sizes_not_given(config):
         if value_at(config, path) == size and path not in unused:
@@ -114,8 +115,8 @@ def single_process_notices(config: Any) -> Iterator[str]:
 
 
 def _sizes_not_given(config: Any) -> list[str]:
-    sizes = [path for path in flags_of(config.__class__) if path.endswith(".num_gpus_per_node")]
-    return [path for path in sizes if path not in config.given]
+    missing = [path for path in flags_of(config.__class__) if path not in config.given]
+    return [path for path in missing if path.endswith(".num_gpus_per_node")]
 
 
 def sources_exist(config: Any) -> Iterator[str]:
@@ -218,7 +219,8 @@ def probability_violations(config: Any, datasets: str, probs: str) -> Iterator[s
     Each dataset needs one probability, and the probabilities must sum to 1. `datasets` and `probs`
     are the paths of the flags.
     """
-    count, texts = len(items(value_at(config, datasets))), items(value_at(config, probs))
+    count = len(items(value_at(config, datasets)))
+    texts = items(value_at(config, probs))
     numbers = [float(text) for text in texts if is_number(text)]
     if texts and not (
         len(numbers) == len(texts) == count

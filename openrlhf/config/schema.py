@@ -31,7 +31,8 @@ def json_schema(root: type[Any], command: str) -> dict[str, Any]:
     refused = refused_flags(root)
     for flag in flags_of(root).values():
         *sections, leaf = flag.path.split(".")
-        node, section = schema, defaults
+        node = schema
+        section = defaults
         for name in sections:
             section = getattr(section, name)
             node = node["properties"].setdefault(name, _object(section.__doc__))

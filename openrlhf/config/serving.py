@@ -7,7 +7,7 @@ from typing import Any
 
 from openrlhf.config import shared
 from openrlhf.config.commands import ModelCommand
-from openrlhf.config.flags import Section, option, required, switch, unset
+from openrlhf.config.flags import Section, count, option, required, switch, unset
 
 
 class ServedModelConfig(Section):
@@ -44,17 +44,16 @@ class ServeConfig(ModelCommand):
     batch_size: int | None = unset(
         "Maximum texts in a forward pass; unset: limited only by max_batch_tokens.", ge=1
     )
-    max_batch_tokens: int = option(
+    max_batch_tokens: int = count(
         16192,
         "Maximum tokens in a forward pass, including padding; unset: at least data.max_len.",
-        ge=1,
     )
     max_batch_wait: float = option(
         0.005,
         "Maximum seconds that an idle model waits for as many requests as in its last batch.",
         ge=0,
     )
-    max_request_texts: int = option(1024, "Maximum texts in a request.", ge=1)
+    max_request_texts: int = count(1024, "Maximum texts in a request.")
     max_request_mib: float = option(16.0, "Maximum size of a request in MiB.", gt=0)
 
     def derived_values(self) -> dict[str, Any]:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from openrlhf.config import choices
-from openrlhf.config.flags import Section, Unused, option, required, switch, unset
+from openrlhf.config.flags import Section, Unused, count, option, required, switch, unset
 
 DTYPES = ("bf16", "fp16", "fp32")
 EXPERTS = ("eager", "batched_mm", "grouped_mm", "deepgemm")
@@ -31,7 +31,7 @@ class CheckpointConfig(Section):
         "Export float32 weights for further training (with bf16: the optimizer's master weights).",
     )
     disable_ds: bool = switch("Do not save the training state; the run cannot be resumed.")
-    max_num: int = option(3, "Number of regular checkpoints to keep.", ge=1)
+    max_num: int = count(3, "Number of regular checkpoints to keep.")
     max_mem: float = option(1e8, "Maximum total size of all checkpoints, in GiB.", gt=0)
     load_enable: bool = switch("Resume from the newest complete checkpoint.")
     best_metric_key: str = option(
@@ -71,7 +71,7 @@ class WandbConfig(Section):
 class LoggerConfig(Section):
     """Experiment trackers and the logging interval."""
 
-    logging_steps: int = option(1, "Log every N-th step, and every step with a notice.", ge=1)
+    logging_steps: int = count(1, "Log every N-th step, and every step with a notice.")
     wandb: WandbConfig = WandbConfig()
     tensorboard_dir: str | None = unset(
         "Folder for TensorBoard's event files.", holds="place", writes="events"
@@ -124,15 +124,11 @@ class ProcessConfig(SeedConfig):
 class TrainConfig(SeedConfig):
     """Batches, epochs, seed."""
 
-    batch_size: int = option(
-        128, "Samples (RM, DPO: pairs) per optimizer step, over all ranks.", ge=1
-    )
-    micro_batch_size: int = option(8, "Samples per forward pass on each rank.", ge=1)
-    max_epochs: int = option(
-        1, "Number of epochs over the data (RL: over each rollout batch).", ge=1
-    )
-    max_nonfinite: int = option(
-        3, "Stop the run after this many consecutive steps with a non-finite loss.", ge=1
+    batch_size: int = count(128, "Samples (RM, DPO: pairs) per optimizer step, over all ranks.")
+    micro_batch_size: int = count(8, "Samples per forward pass on each rank.")
+    max_epochs: int = count(1, "Number of epochs over the data (RL: over each rollout batch).")
+    max_nonfinite: int = count(
+        3, "Stop the run after this many consecutive steps with a non-finite loss."
     )
     enable_ema: bool = switch(
         "Keep an exponential moving average (EMA) of the weights (RL: of the policy) and "
@@ -204,11 +200,10 @@ class DeepSpeedConfig(LoadingConfig):
     """DeepSpeed: precision, memory, parallelism."""
 
     zero_stage: int = option(2, "ZeRO stage.", ge=0, le=3)
-    zpg: int = option(
+    zpg: int = count(
         1,
         "Ranks that together keep a second copy of the weights for the backward pass (ZeRO++ hpZ, "
         "stage 3), such as those of a node; 1: no copy.",
-        ge=1,
     )
     adam_offload: bool = switch(
         "Keep the optimizer state in CPU memory and run the optimizer on the CPU."
@@ -234,14 +229,12 @@ class DeepSpeedConfig(LoadingConfig):
     torch_compile: bool = switch(
         "Compile the model with torch.compile.", not_yet=COMPILES_TOO_OFTEN
     )
-    tensor_parallel_size: int = option(
-        1, "Tensor-parallel size: ranks that each layer is split across.", ge=1
+    tensor_parallel_size: int = count(
+        1, "Tensor-parallel size: ranks that each layer is split across."
     )
-    ring_attn_size: int = option(
-        1, "Ring attention size: ranks that each sequence is split across.", ge=1
-    )
-    ring_attn_head_stride: int = option(
-        1, "No effect: a ring sends all heads at once.", ge=1, obsolete=True
+    ring_attn_size: int = count(1, "Ring attention size: ranks that each sequence is split across.")
+    ring_attn_head_stride: int = count(
+        1, "No effect: a ring sends all heads at once.", obsolete=True
     )
     lora: LoraConfig = LoraConfig()
 
@@ -303,9 +296,7 @@ class TokenizerConfig(Section):
     disable_fast_tokenizer: bool = switch(
         "No effect: each tokenizer has only one implementation.", obsolete=True
     )
-    max_len: int = option(
-        2048, "Maximum tokens per sample (RL: prompt and response together).", ge=1
-    )
+    max_len: int = count(2048, "Maximum tokens per sample (RL: prompt and response together).")
 
 
 class FormatConfig(TokenizerConfig):
@@ -322,7 +313,7 @@ class DataConfig(FormatConfig):
     """Tokenizer and data."""
 
     dataloader_num_workers: int = option(0, "Worker processes that prepare batches.", ge=0)
-    max_samples: int = option(1_000_000, "Maximum rows of each dataset and of their mixture.", ge=1)
+    max_samples: int = count(1_000_000, "Maximum rows of each dataset and of their mixture.")
     layout: str = option(
         "auto",
         "Row layout. auto: detect it from the columns, unless *_key flags are set. columns: use "
@@ -369,9 +360,9 @@ class OfflineDataConfig(EndedTextConfig, DatasetConfig):
 class GroupConfig(Section):
     """The devices of a role."""
 
-    num_nodes: int = option(1, "Nodes for this role.", ge=1)
-    num_gpus_per_node: int = option(
-        8, "GPUs per node; on machines without GPUs, CPU processes per node.", ge=1
+    num_nodes: int = count(1, "Nodes for this role.")
+    num_gpus_per_node: int = count(
+        8, "GPUs per node; on machines without GPUs, CPU processes per node."
     )
 
 
@@ -394,11 +385,10 @@ class TrainedModelConfig(Section):
         "Use reentrant gradient checkpointing.",
         needs="gradient_checkpointing_enable",
     )
-    gradient_checkpointing_every: int = option(
+    gradient_checkpointing_every: int = count(
         1,
         "Recompute only every N-th layer, which is faster than all layers and takes more memory "
         "(RL: also in the critic).",
-        ge=1,
         needs="gradient_checkpointing_enable",
     )
     gradient_checkpointing_offload: bool = switch(

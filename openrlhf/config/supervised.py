@@ -26,12 +26,13 @@ class SupervisedConfig(OptimizerConfig, Root):
         micro-batch.
         """
         of_rank = max(1, self.train.batch_size // self.ds.data_slices(machine.world_size()))
-        micro, template = self.train.micro_batch_size, self.data.tokenizer_chat_template
-        if "train.micro_batch_size" not in self.given:
-            micro = min(micro, of_rank)
+        micro = self.train.micro_batch_size
+        template = self.data.tokenizer_chat_template
+        values = self.unless_given({"train.micro_batch_size": min(micro, of_rank)})
         if rules.is_file(template):
-            template = text_of("--data.tokenizer_chat_template", template)
-        return {"train.micro_batch_size": micro, "data.tokenizer_chat_template": template}
+            text = text_of("--data.tokenizer_chat_template", template)
+            values["data.tokenizer_chat_template"] = text
+        return values
 
     @property
     def _starts_here(self) -> bool:
@@ -44,7 +45,8 @@ class SupervisedConfig(OptimizerConfig, Root):
 
     def notices(self) -> Iterator[str]:
         """Yield notices about this resolved configuration."""
-        micro, default = self.train.micro_batch_size, type(self)().train.micro_batch_size
+        micro = self.train.micro_batch_size
+        default = type(self)().train.micro_batch_size
         if micro != default and "train.micro_batch_size" not in self.given:
             yield f"--train.micro_batch_size is {micro}, each rank's share of <train.batch_size>."
         if not self._starts_here:
@@ -117,7 +119,8 @@ class SFTConfig(SupervisedConfig):
 
     def violations(self) -> Iterator[str]:
         """Yield a sentence for each mistake in this resolved configuration."""
-        data, keys = self.data, {"data.input_key", "data.output_key"}
+        data = self.data
+        keys = {"data.input_key", "data.output_key"}
         yield from super().violations()
         if data.multiturn and not data.apply_chat_template and data.layout == "columns":
             yield "--data.multiturn needs --data.apply_chat_template: only a chat has turns."

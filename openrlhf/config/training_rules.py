@@ -183,7 +183,8 @@ def held_out_notices(config: Any, dataset: str, split: str) -> Iterator[str]:
     """Yield a notice if the evaluation data is the training data. `dataset` and `split` are the
     paths of the training data's flags.
     """
-    evaluation, trained = config.eval, value_at(config, dataset)
+    evaluation = config.eval
+    trained = value_at(config, dataset)
     same_split = evaluation.split == value_at(config, split)
     if is_file(trained):
         same_split = True  # a file has only one split

@@ -64,7 +64,8 @@ def requirements() -> list[Finding]:
     version = "none"
     for ours in distributions(name="openrlhf"):
         if not _is_other(ours):
-            required, version = ours.requires or [], ours.version
+            required = ours.requires or []
+            version = ours.version
     if version != __version__:
         seen = (
             f"This is openrlhf {__version__}, but {version} is installed, so the requirements may "

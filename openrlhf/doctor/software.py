@@ -28,7 +28,8 @@ OPTIONAL = {
 
 def torch() -> Iterator[Finding]:
     """Check torch, CUDA, NCCL, the driver and each GPU."""
-    gpus, driver = machine.count_gpus(), nvidia_driver()
+    gpus = machine.count_gpus()
+    driver = nvidia_driver()
     fix = f"{STACK} The driver must support the CUDA version of torch and vLLM."
     build, devices = probe("torch", of="torch", fix=fix)
     if driver:
