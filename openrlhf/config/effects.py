@@ -52,7 +52,7 @@ def _dotted(prefix: str, names: Sequence[str]) -> tuple[str, ...]:
 def without_effect(config: Any) -> Iterator[str]:
     """Yield one sentence for each reason why flags that the user set have no effect."""
     reasons = unused_flags(config)
-    flags = flags_of(type(config))
+    flags = flags_of(config.__class__)
     names: dict[str, list[str]] = {}
     for path, value in config.given.items():
         if path in reasons and value != flags[path].default:

@@ -66,7 +66,7 @@ def aliases(
         paths = [path for path in targets.split() if path in flags]
         if not targets:
             paths = by_last_parts.get(name, [])
-        if paths and name not in flags:
+        if paths:
             known[name] = paths
     return known
 

@@ -38,7 +38,6 @@ from openrlhf.config.legacy_values import (
 )
 from openrlhf.config.plugins import load_plugins
 from openrlhf.config.schema import json_schema
-from openrlhf.config.unsupported import refused_flags
 from openrlhf.masking import hide, is_hidden
 from openrlhf.reporting import notice, say
 
@@ -110,7 +109,8 @@ class Reader:
     """
 
     def __init__(self, root: type[Any], command: str) -> None:
-        self.root, self.command, self.flags = root, command, accepted_flags(root)
+        self.command = command
+        self.flags = accepted_flags(root)
         self.by_spelling: dict[str, Flag] = {}
         for flag in self.flags.values():
             for spelling in flag.switches:
@@ -231,10 +231,10 @@ class Reader:
         """
         bare = name.removeprefix("--")
         renamed = legacy.aliases(self.flags, ELSEWHERE)
-        hidden = refused_flags(self.root) | OLD_FLAGS.keys()
-        available = [
-            spelling for spelling, flag in self.by_spelling.items() if flag.path not in hidden
-        ]
+        available: list[str] = []
+        for spelling, flag in self.by_spelling.items():
+            if not flag.not_yet and flag.path not in OLD_FLAGS:
+                available.append(spelling)
         paths: list[str] = []
         for found in renamed.get(bare) or nearest(bare, [*available, *renamed]):
             paths += renamed.get(found, [found])
