@@ -164,7 +164,7 @@ def grpo_step(ranks: int, tokens: int, model: str) -> Callable[[], tuple[float, 
     def step() -> tuple[float, float]:
         scored = replace(recorded, ref_logprobs=reference.logprobs(recorded.targets()))
         experience, _ = ExperienceMaker(config).credit(scored)
-        job = PolicyUpdate(experience=experience, steps=[[0, 1]], kl_coef=0.1, version=1)
+        job = PolicyUpdate(experience=experience, steps=[[0, 1]], kl_coef=0.1)
         metrics = values(policy.update(job))
         return metrics["train/policy_loss"], metrics["train/actor_grad_norm"]
 

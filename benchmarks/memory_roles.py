@@ -189,7 +189,7 @@ def instants_of(engine: TrainEngine, meter: Meter, *, scores: bool = False) -> I
 
     `scores` is true if a model runs in the first pass over the window.
     """
-    backward, step, first_pass = engine.engine.backward, engine._step, engine._first_pass
+    backward, step, first_pass = engine.deepspeed.backward, engine._step, engine._first_pass
 
     def begin_forward(*_: Any) -> None:
         if torch.is_grad_enabled():
@@ -213,9 +213,9 @@ def instants_of(engine: TrainEngine, meter: Meter, *, scores: bool = False) -> I
         meter.end()
         return result
 
-    hook = engine.engine.register_forward_pre_hook(begin_forward)
+    hook = engine.deepspeed.register_forward_pre_hook(begin_forward)
     with (
-        patch.object(engine.engine, "backward", measured_backward),
+        patch.object(engine.deepspeed, "backward", measured_backward),
         patch.object(engine, "_step", measured_step),
         patch.object(engine, "_first_pass", measured_first_pass),
     ):
@@ -334,7 +334,7 @@ def measure_reinforcement(
             policy.logprobs(experience.targets())
             meter.end()
             with instants_of(policy.engine, meter):
-                job = PolicyUpdate(experience=experience, steps=steps, kl_coef=0.1, version=1)
+                job = PolicyUpdate(experience=experience, steps=steps, kl_coef=0.1)
                 policy.update(job)
             publish(policy, meter)
             meter.begin("score")

@@ -23,11 +23,16 @@ class Disk(NamedTuple):
 
 def disk_of(folder: Path) -> Disk:
     """Return the size and free space of a folder's file system. The folder need not exist."""
-    existing = folder
-    while not existing.exists():
-        existing = existing.parent
-    usage = shutil.disk_usage(existing)
+    usage = shutil.disk_usage(existing_part(folder))
     return Disk(total=usage.total, free=usage.free)
+
+
+def existing_part(folder: Path) -> Path:
+    """Return the absolute path of a folder, or of its nearest parent that exists."""
+    existing = folder.absolute()
+    while not os.path.exists(existing):  # unlike Path.exists, returns False if access is denied
+        existing = existing.parent
+    return existing
 
 
 def fingerprint(path: Path) -> str:

@@ -20,6 +20,7 @@ from openrlhf.config.flags import UserError, flags_in, flags_of, value_at
 from openrlhf.config.options import parse_config
 from openrlhf.config.places import model_in, outputs
 from openrlhf.doctor.packages import other_package, vllm_versions
+from openrlhf.files import existing_part
 from openrlhf.locks import InUseError, check_unlocked, locked
 from openrlhf.reporting import alert, is_first, notice
 from openrlhf.termination import ctrl_c_raises
@@ -57,8 +58,7 @@ def read_flags(
         asks_for_help = not HELP_FLAGS.isdisjoint(words)
         if on_ray and machine.ray_may_run() and not asks_for_help:
             _use_devices_of_ray()
-        with pipe_may_close():
-            config = parse_config(root, words, command=command)
+    config = parse_flags(root, words, command=command)
     check_folders(config)
     skip_unreachable_hub(config)
     return config
@@ -170,32 +170,27 @@ def become_only_process() -> None:
 
 
 @contextmanager
-def running(config: Command) -> Iterator[None]:
-    """Lock a command's outputs and turn user errors into exits until the block exits."""
-    with plain_ends(), writing_alone(config):
-        yield
-
-
-@contextmanager
 def single_process_command(
     root: type[C], argv: Sequence[str] | None, *, command: str, on_ray: bool = False
 ) -> Iterator[C]:
     """Read the flags of a command that runs as one process, and run the command in the block."""
     become_only_process()
-    config = read_flags(root, argv, command=command, on_ray=on_ray)
-    if on_ray:
-        check_versions()
-    with running(config):
+    with multi_process_command(root, argv, command=command, on_ray=on_ray) as config:
         yield config
 
 
 @contextmanager
-def offline_command(root: type[C], argv: Sequence[str] | None, *, command: str) -> Iterator[C]:
-    """Read the flags of an offline training command, and run the command in the block on every
-    rank.
+def multi_process_command(
+    root: type[C], argv: Sequence[str] | None, *, command: str, on_ray: bool = False
+) -> Iterator[C]:
+    """Read the flags of a command, and run the command in the block on every rank.
+
+    Until the block exits, the command's outputs are locked, and user errors exit with status 2.
     """
-    config = read_flags(root, argv, command=command)
-    with running(config):
+    config = read_flags(root, argv, command=command, on_ray=on_ray)
+    if on_ray:
+        check_versions()
+    with plain_ends(), writing_alone(config):
         yield config
     leave(0)
 
@@ -211,9 +206,7 @@ def check_folders(config: Command) -> None:
         folder = Path(output.path)
         if output.is_file:
             folder = folder.parent
-        existing = folder.absolute()
-        while not os.path.exists(existing):  # unlike Path.exists, returns False if access is denied
-            existing = existing.parent
+        existing = existing_part(folder)
         try:
             with TemporaryFile(dir=existing):
                 pass

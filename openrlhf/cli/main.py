@@ -8,16 +8,17 @@ from typing import Any, NamedTuple
 from openrlhf import __version__
 from openrlhf.cli.common import (
     fail,
-    offline_command,
+    multi_process_command,
     pipe_may_close,
     plain_ends,
     prepare_process,
     words_of,
 )
+from openrlhf.config.commands import Command
 from openrlhf.config.flags import did_you_mean, nearest
 from openrlhf.config.machine import quick_imports
 from openrlhf.config.methods import command_of_method
-from openrlhf.config.options import load_plugins_named_in
+from openrlhf.config.options import Reader
 from openrlhf.reporting import say
 
 
@@ -63,12 +64,10 @@ VERBS = {
 
 def main(argv: Sequence[str] | None = None) -> None:
     """Run a command (`sft` or `train_sft`). Without arguments, list the commands."""
-    arguments = words_of(argv)
+    name, *rest = words_of(argv) or ["--help"]
     # the deepspeed launcher puts this flag first
-    if arguments and arguments[0].startswith("--local_rank="):
-        arguments.append(arguments.pop(0))
-    name = arguments[0] if arguments else "--help"
-    rest = arguments[1:]
+    if name.startswith("--local_rank="):
+        name, *rest = [*rest, name]
     if name == "help":
         name, *rest = [*rest[:1], "--help", *rest[1:]]
     by_command = {verb.command: verb for verb in VERBS.values()}
@@ -107,13 +106,13 @@ def run_plugin_task(name: str, argv: Sequence[str]) -> None:
     """
     prepare_process()  # plugins may import torch
     with plain_ends():
-        load_plugins_named_in(argv)
+        Reader(Command, "").read(argv)  # loads the plug-ins; other flags are not checked
     # If no plugin has imported the module that registers tasks, there are no tasks.
     tasks: Any = getattr(sys.modules.get("openrlhf.trainers.tasks"), "OFFLINE_TASKS", {})
     if name not in tasks:
         _refuse_verb(name, known=list(dict.fromkeys([*VERBS, *tasks])))
     task = tasks[name]
-    with offline_command(task.root, argv, command=name) as config:
+    with multi_process_command(task.root, argv, command=name) as config:
         with quick_imports():
             from openrlhf.launch.offline import run_offline
 

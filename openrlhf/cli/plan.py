@@ -6,11 +6,9 @@ weight files.
 
 from collections.abc import Sequence
 
-from openrlhf.cli.common import single_process_command, words_of
+from openrlhf.cli.common import HELP_FLAGS, single_process_command, words_of
 from openrlhf.config.flags import flags_of
 from openrlhf.config.planning import PlanConfig
-
-HELP = ("-h", "--help", "--help_json")
 
 
 def main(argv: Sequence[str] | None = None) -> None:
@@ -33,7 +31,7 @@ def split(words: Sequence[str]) -> tuple[list[str], list[str]]:
     while rest:
         word = rest.pop(0)
         flag = flags.get(word.partition("=")[0])
-        if word in HELP:
+        if word in HELP_FLAGS:
             own.append(word)
         elif flag is None or flag.path == "plugin":
             planned.append(word)

@@ -5,14 +5,14 @@ Runs as one process, or under `deepspeed --module` or `torchrun -m`.
 
 from collections.abc import Sequence
 
-from openrlhf.cli.common import offline_command
+from openrlhf.cli.common import multi_process_command
 from openrlhf.config.machine import quick_imports
 from openrlhf.config.supervised import KTOConfig
 
 
 def main(argv: Sequence[str] | None = None) -> None:
     """Parse the flags in `argv` (default: this process's arguments) and train."""
-    with offline_command(KTOConfig, argv, command="train_kto") as config:
+    with multi_process_command(KTOConfig, argv, command="train_kto") as config:
         with quick_imports():
             from openrlhf.launch.offline import run_offline
             from openrlhf.trainers.kto import KTOTask

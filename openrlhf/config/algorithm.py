@@ -7,7 +7,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from openrlhf.config import choices
-from openrlhf.config.flags import Section, Unused, option
+from openrlhf.config.flags import Section, Unused, count, option, switch, unset
 
 # Flags of `AdvantageConfig` that configure a correction.
 CORRECTION_DETAILS = ("is_correction_mode", "is_correction_gating", "is_correction_threshold")
@@ -25,8 +25,7 @@ class AdvantageConfig(Section):
     )
     gamma: float = option(1.0, "Discount per token.", ge=0, le=1)
     lambd: float = option(1.0, "Lambda of GAE.", ge=0, le=1)
-    no_std_norm: bool = option(
-        False,
+    no_std_norm: bool = switch(
         "Center the advantages of a batch without dividing by their standard deviation.",
     )
     is_correction_level: str = option(
@@ -83,23 +82,24 @@ class KLConfig(Section):
 
     init_coef: float = option(0.01, "KL coefficient; 0: do not load a reference.", ge=0)
     estimator: str = option("k1", "Estimator.", choices=choices.KL_ESTIMATORS)
-    use_loss: bool = option(
-        False,
+    use_loss: bool = switch(
         "Add the KL to the loss instead of subtracting it from the rewards.",
     )
-    unbiased_gradient: bool = option(
-        False,
+    unbiased_gradient: bool = switch(
         "Use the gradient of the KL itself for the KL term in the loss, whatever the estimator.",
+        needs="use_loss",
     )
-    target: float | None = option(
-        None, "Adapt the coefficient to keep the KL near this value, in nats per token.", gt=0
+    target: float | None = unset(
+        "Adapt the coefficient to keep the KL near this value, in nats per token.", gt=0
     )
-    horizon: int = option(10000, "Number of samples over which the coefficient adapts.", ge=1)
-    stop_update: float | None = option(
-        None, "Stop updating on a batch when the KL exceeds this value, in nats per token.", gt=0
+    horizon: int = count(
+        10000, "Number of samples over which the coefficient adapts.", needs="target"
     )
-    stop_run: float | None = option(
-        None, "Stop the run when the KL exceeds this value, in nats per token.", gt=0
+    stop_update: float | None = unset(
+        "Stop updating on a batch when the KL exceeds this value, in nats per token.", gt=0
+    )
+    stop_run: float | None = unset(
+        "Stop the run when the KL exceeds this value, in nats per token.", gt=0
     )
 
     @property
@@ -111,10 +111,6 @@ class KLConfig(Section):
         """Yield the flags that have no effect with the current settings."""
         if not self.init_coef:
             yield Unused(["estimator", "use_loss", "unbiased_gradient"], "without --init_coef")
-        if not self.use_loss:
-            yield Unused(["unbiased_gradient"], "without --use_loss")
-        if not self.target:
-            yield Unused(["horizon"], "without --target")
 
 
 class LossConfig(Section):
@@ -126,39 +122,28 @@ class LossConfig(Section):
         "default with gspo is sequence.",
         choices=("token", "sequence", "constant"),
     )
-    mask_truncated: bool = option(False, "Exclude truncated samples from all losses.")
+    mask_truncated: bool = switch("Exclude truncated samples from all losses.")
 
 
 class DistillConfig(Section):
     """On-policy distillation."""
 
-    teacher: str | None = option(
-        None,
+    teacher: str | None = unset(
         "Folder or Hub name of the teacher, or the name of a server in rollout.remote_engines.",
         holds="model",
     )
-    coef: float = option(1.0, "Weight of the distillation term.", ge=0)
-
-    def unused(self) -> Iterator[Unused]:
-        """Yield the flags that have no effect with the current settings."""
-        if not self.teacher:
-            yield Unused(["coef"], "without --teacher")
+    coef: float = option(1.0, "Weight of the distillation term.", ge=0, needs="teacher")
 
 
 class PtxConfig(Section):
     """Pretraining text mixed into the updates."""
 
-    dataset: str | None = option(
-        None, "Comma-separated files, folders or Hub names.", holds="dataset"
+    dataset: str | None = unset("Comma-separated files, folders or Hub names.", holds="dataset")
+    probs: str | None = unset("Comma-separated probabilities, one per dataset.", needs="dataset")
+    split: str = option(
+        "train", "Split of each dataset; files have a single split.", needs="dataset"
     )
-    probs: str | None = option(None, "Comma-separated probabilities, one per dataset.")
-    split: str = option("train", "Split of each dataset; files have a single split.")
-    coef: float = option(0.05, "Weight of the loss on this text.", ge=0)
-
-    def unused(self) -> Iterator[Unused]:
-        """Yield the flags that have no effect with the current settings."""
-        if not self.dataset:
-            yield Unused(["probs", "split", "coef"], "without --dataset")
+    coef: float = option(0.05, "Weight of the loss on this text.", ge=0, needs="dataset")
 
 
 class AlgoConfig(Section):
@@ -169,14 +154,11 @@ class AlgoConfig(Section):
     loss: LossConfig = LossConfig()
     distill: DistillConfig = DistillConfig()
     ptx: PtxConfig = PtxConfig()
-    dynamic_filtering_enable: bool = option(
-        False, "Discard prompts whose mean score is outside the filtering range, and replace them."
+    dynamic_filtering_enable: bool = switch(
+        "Discard prompts whose mean score is outside the filtering range, and replace them."
     )
     dynamic_filtering_range: tuple[float, float] = option(
-        (0.0, 1.0), "Range of mean scores to keep; the bounds are exclusive."
+        (0.0, 1.0),
+        "Range of mean scores to keep; the bounds are exclusive.",
+        needs="dynamic_filtering_enable",
     )
-
-    def unused(self) -> Iterator[Unused]:
-        """Yield the flags that have no effect with the current settings."""
-        if not self.dynamic_filtering_enable:
-            yield Unused(["dynamic_filtering_range"], "without --dynamic_filtering_enable")

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from openrlhf.config import shared
 from openrlhf.config.commands import Command
-from openrlhf.config.flags import Section, option, required
+from openrlhf.config.flags import Section, option, required, switch
 
 
 class MergedConfig(Section):
@@ -21,5 +21,5 @@ class CombinerConfig(Command):
     output_path: str = required(
         "Output folder for the merged model.", holds="place", writes="model"
     )
-    is_rm: bool = option(False, "The adapter belongs to a reward model or a critic.")
+    is_rm: bool = switch("The adapter belongs to a reward model or a critic.")
     ds: MergedConfig = MergedConfig()

@@ -19,6 +19,7 @@ from openrlhf.config.flags import (
     mentions,
     option,
     spelled_out,
+    switch,
     value_violations,
 )
 from openrlhf.config.unsupported import refusals
@@ -43,7 +44,7 @@ class Command(Section):
         """Return a copy with all derived values set, and the notices."""
         values = self.derived_values()
         copy = amend(self, values | amend(self, values).common_values(command))
-        return copy, spelled_out(copy, [*without_effect(copy, self.given), *copy.notices()])
+        return copy, spelled_out(copy, [*without_effect(copy), *copy.notices()])
 
     def check(self) -> list[str]:
         """Return one sentence per mistake: a value out of bounds, an unavailable feature, or a
@@ -87,11 +88,8 @@ class Command(Section):
         """Return the output flags whose files or folders are not written with these settings."""
         return set()
 
-    def further_places(self) -> list[tuple[str, str, str]]:
-        """Return the outputs that have no flag, as (name, path, kind).
-
-        `places` lists the kinds of output.
-        """
+    def further_places(self) -> list[places.Output]:
+        """Return the outputs that have no flag."""
         return []
 
 
@@ -101,11 +99,10 @@ class ModelCommand(Command):
     model: shared.ModelSourceConfig = shared.ModelSourceConfig()
     data: shared.TokenizerConfig = shared.TokenizerConfig()
     ds: shared.LoadingConfig = shared.LoadingConfig()
-    dry_run: bool = option(
-        False, "Check everything, show the plan and the first batch, and exit.", saved=False
+    dry_run: bool = switch(
+        "Check everything, show the plan and the first batch, and exit.", saved=False
     )
-    use_ms: bool = option(
-        False,
+    use_ms: bool = switch(
         "Download from ModelScope instead of the Hugging Face Hub.",
         not_yet="download the files first and give their paths",
     )
@@ -145,15 +142,28 @@ class RecordedCommand(ModelCommand):
         return values
 
     def violations(self) -> Iterator[str]:
-        """Yield violations, including those about layers that several ranks share."""
+        """Yield violations, including those about layers that are split over ranks."""
         yield from super().violations()
-        yield from rules.parallelism_violations(self.ds)
+        if self.ds.tensor_parallel_size == 1:
+            return
+        if self.ds.load_in_4bit:
+            yield (
+                "<ds.tensor_parallel_size> cannot split 4-bit weights: leave out "
+                "--ds.load_in_4bit, or use --ds.tensor_parallel_size 1."
+            )
+        if self.ds.lora.rank and self.ds.lora.dora:
+            yield (
+                "<ds.tensor_parallel_size> cannot split the magnitudes of --ds.lora.dora: leave it "
+                "out, or use --ds.tensor_parallel_size 1."
+            )
 
     def notices(self) -> Iterator[str]:
         """Yield notices, including those about a template that may not do what the user expects."""
         yield from super().notices()
-        yield from rules.parallelism_notices(self.ds, self.given)
-        typed, template = self.given.get("data.input_template"), self.data.input_template
+        if self.ds.ring_attn_size > 1 and not self.given.get("ds.packing_samples"):
+            yield "--ds.packing_samples is on: <ds.ring_attn_size> divides packed rows over ranks."
+        typed = self.given.get("data.input_template")
+        template = self.data.input_template
         if typed is not None and template is None:
             yield (
                 f"--data.input_template {typed!r} is ignored: it has no {{}} placeholder for the "
@@ -194,7 +204,6 @@ class Root(RecordedCommand):
 
     def unused(self) -> Iterator[Unused]:
         """Yield the flags that have no effect with the current settings."""
-        yield from super().unused()
         if not (self.ckpt.saves or self.keeps_best):
             saving = ["ckpt.save_hf", "ckpt.disable_ds", "ckpt.max_num", "ckpt.max_mem"]
             yield Unused(

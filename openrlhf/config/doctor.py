@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 from openrlhf.config.commands import Command
-from openrlhf.config.flags import option
+from openrlhf.config.flags import switch
 
 
 class DoctorConfig(Command):
     """Check the installed packages and this machine."""
 
-    json: bool = option(False, "Print the findings as JSON.")
+    json: bool = switch("Print the findings as JSON.")

@@ -7,7 +7,7 @@ from typing import Any
 
 from openrlhf.config import rules, sampling_rules, shared
 from openrlhf.config.commands import RecordedCommand
-from openrlhf.config.flags import Section, Unused, option, required
+from openrlhf.config.flags import Section, Unused, count, option, required, unset
 from openrlhf.config.inference import SCORING_FLAGS, TRAINING_FLAGS, EngineCommand
 from openrlhf.config.learning import RLEvalConfig
 from openrlhf.config.rollout import (
@@ -46,24 +46,21 @@ SAMPLING_FLAGS = (
 class AgainstConfig(Section):
     """Answers to compare with the model's answers."""
 
-    model_name_or_path: str | None = option(
-        None, "Folder or Hub name of the other model.", holds="model"
-    )
-    answer_key: str | None = option(
-        None, "Dataset column with the other answers, used instead of a model."
+    model_name_or_path: str | None = unset("Folder or Hub name of the other model.", holds="model")
+    answer_key: str | None = unset(
+        "Dataset column with the other answers, used instead of a model."
     )
 
 
 class JudgeConfig(Section):
     """A language model that compares answers."""
 
-    url: str | None = option(
-        None,
+    url: str | None = unset(
         "OpenAI-compatible server, e.g. http://host:8000/v1. Its API key is read from "
         "OPENAI_API_KEY.",
     )
-    model: str | None = option(None, "Name of the model on that server.")
-    max_tokens: int = option(512, "Maximum tokens per judgment.", ge=1)
+    model: str | None = unset("Name of the model on that server.")
+    max_tokens: int = count(512, "Maximum tokens per judgment.")
 
 
 class EvaluationSetConfig(RLEvalConfig):
@@ -112,7 +109,8 @@ class EvaluationConfig(EngineCommand, RecordedCommand):
     def violations(self) -> Iterator[str]:
         """Yield a sentence for each mistake in this resolved configuration."""
         yield from super().violations()
-        reward, agent = self.reward, self.train.agent_func_path
+        reward = self.reward
+        agent = self.train.agent_func_path
         if self.task == "rm_accuracy":
             if not reward.scalars:
                 yield "<task> evaluates reward models: set --reward.model_name_or_path."
@@ -132,8 +130,10 @@ class EvaluationConfig(EngineCommand, RecordedCommand):
 
     def _win_rate_violations(self) -> Iterator[str]:
         """Yield violations of the rules for the other answers and for the choice of the winner."""
-        against, judge = self.against, self.judge
-        reward, agent = self.reward, self.train.agent_func_path
+        against = self.against
+        judge = self.judge
+        reward = self.reward
+        agent = self.train.agent_func_path
         if bool(against.model_name_or_path) == bool(against.answer_key):
             yield (
                 "<task> compares the answers with those of one other source: set either "
@@ -184,13 +184,11 @@ class EvaluationConfig(EngineCommand, RecordedCommand):
         if not self.reward.models:
             scoring = [*SCORING_FLAGS, "reward.normalize_enable"]
             yield Unused(scoring, "without --reward.model_name_or_path")
-        if self.rollout.max_tokens_per_gpu:
-            yield Unused(["rollout.micro_batch_size"], "with --rollout.max_tokens_per_gpu")
         yield from self._unused_by_episodes()
-        yield from super().unused()
 
     def _unused_by_episodes(self) -> Iterator[Unused]:
-        agent, judges = {AGENT: self.train.agent_func_path}, {"--judge.url": self.judge.url}
+        agent = {AGENT: self.train.agent_func_path}
+        judges = {"--judge.url": self.judge.url}
         yield from unused_by_agents(self.train.agent_func_path)
         yield from unused_by_rewards(self.reward, self.rollout, agents=agent, judges=judges)
         askers = {**agent, FUNCTION: self.reward.function_path}

@@ -95,6 +95,9 @@ class Flag:
     obsolete: bool = False  # True if the flag never has an effect
     not_yet: str = ""  # what to do instead, if any value other than the default is refused
     required: bool = False  # None until the user sets it; `check()` reports it if missing
+    # Another flag in the section. This flag has no effect unless (or if) the other flag is set.
+    needs: str = ""
+    unless: str = ""
     saved: bool = True  # False: left out of configuration files
     secret: bool = False  # never shown
 
@@ -177,14 +180,24 @@ def option(default: T, help: str, **info: Any) -> T:
     return field(default_factory=lambda: copy(default), metadata={"help": help, **info})
 
 
-def derived(help: str, **info: Any) -> Any:
-    """Declare a flag that is None until `resolve()` derives its value, unless the user sets it."""
+def switch(help: str, **info: Any) -> bool:
+    """Declare a switch that is off by default."""
+    return option(False, help, **info)
+
+
+def count(default: int, help: str, **info: Any) -> int:
+    """Declare a whole number of at least 1."""
+    return option(default, help, ge=1, **info)
+
+
+def unset(help: str, **info: Any) -> Any:
+    """Declare a flag that is None until the user sets it or `resolve()` derives its value."""
     return option(None, help, **info)
 
 
 def required(help: str, **info: Any) -> Any:
     """Declare a flag that the command requires."""
-    return option(None, help, required=True, **info)
+    return unset(help, required=True, **info)
 
 
 @cache
@@ -368,7 +381,8 @@ def nearest(name: str, known: Iterable[str]) -> list[str]:
     likeness: dict[str, float] = {}
     for path in known:
         known_leaf = path.rpartition(".")[2]
-        whole, last = _similarity(name, path), _similarity(leaf, known_leaf)
+        whole = _similarity(name, path)
+        last = _similarity(leaf, known_leaf)
         if len(leaf) > 2 and (known_leaf.startswith(leaf) or leaf.endswith(f"_{known_leaf}")):
             last = max(last, 0.9)
         if whole >= cutoff or last >= 0.8:

@@ -17,11 +17,6 @@ class RoleGroup:
     size: GroupConfig | RewardConfig
 
     @property
-    def name(self) -> str:
-        """The name of the group: its roles, joined by +."""
-        return "+".join(self.roles)
-
-    @property
     def processes(self) -> int:
         """The number of processes."""
         return self.size.num_nodes * self.size.num_gpus_per_node

@@ -9,9 +9,9 @@ from typing import Any
 
 from openrlhf.config.flags import Flag, flags_of
 from openrlhf.config.methods import command_of_method
-from openrlhf.config.unsupported import refused_flags
 
-WIDTH, INDENT = 100, 32
+WIDTH = 100
+INDENT = 32
 WIDEST_CHOICES = 60
 FOOTER = """
 --help all: every flag. --help WORD: flags with this word. --help_json: a JSON schema.
@@ -34,11 +34,10 @@ def help_text(root: type[Any], command: str, *, topic: str = "") -> str:
     """
     head = f"usage: {_program(command)} [--config FILE.yaml] [--flag VALUE ...]\n\n{root.__doc__}"
     flags = list(flags_of(root).values())
-    refused = refused_flags(root)
     if topic == "all":
-        return "\n".join([head, *_entries_by_section(flags, refused)])
+        return "\n".join([head, *_entries_by_section(flags)])
     if not topic or topic.startswith("-"):
-        return "\n".join([head, *_overview(root(), flags, refused), FOOTER])
+        return "\n".join([head, *_overview(root(), flags), FOOTER])
     of_method = (command_of_method(topic) or "").split()
     found: list[Flag] = []
     for flag in flags:
@@ -47,26 +46,26 @@ def help_text(root: type[Any], command: str, *, topic: str = "") -> str:
             found.append(flag)
     if not found:
         return f"{command} has no flag whose text or choices contain {topic}: try --help all."
-    return "\n".join(_entries_by_section(found, refused))
+    return "\n".join(_entries_by_section(found))
 
 
-def _overview(defaults: Any, flags: list[Flag], refused: set[str]) -> Iterator[str]:
+def _overview(defaults: Any, flags: list[Flag]) -> Iterator[str]:
     """Yield the required flags, one line per section, and the flags outside sections."""
     required = [flag for flag in flags if flag.required]
     if required:
         yield "\nRequired:"
     for flag in required:
-        yield _entry(flag, refused)
+        yield _entry(flag)
     sections = Counter(flag.path.partition(".")[0] for flag in flags if "." in flag.path)
     yield "\nSections:" if sections else ""
     for name, count in sections.items():
         yield f"  {name + '.*':14}{count:3} flags  {getattr(defaults, name).__doc__}"
     for flag in flags:
         if "." not in flag.path:
-            yield _entry(flag, refused)
+            yield _entry(flag)
 
 
-def _entries_by_section(flags: list[Flag], refused: set[str]) -> Iterator[str]:
+def _entries_by_section(flags: list[Flag]) -> Iterator[str]:
     previous = None
     for flag in flags:
         section = flag.path.rpartition(".")[0]
@@ -75,18 +74,19 @@ def _entries_by_section(flags: list[Flag], refused: set[str]) -> Iterator[str]:
         elif section != previous:
             yield "\nNo section:"
         previous = section
-        yield _entry(flag, refused)
+        yield _entry(flag)
 
 
-def _entry(flag: Flag, refused: set[str]) -> str:
+def _entry(flag: Flag) -> str:
     """Return a flag's help lines: its spellings, and its description in a second column."""
     spellings = " | ".join(flag.switches) + _placeholders(flag)
     description = flag.help + _default(flag)
     if _has_many_choices(flag):
         description += f" One of {', '.join(flag.choices or ())}."
-    if flag.path in refused:
+    if flag.not_yet:
         description += " Not available yet."
-    margin, left = " " * INDENT, f"  {spellings}"
+    margin = " " * INDENT
+    left = f"  {spellings}"
     text = textwrap.fill(description, WIDTH, initial_indent=margin, subsequent_indent=margin)
     if len(left) <= INDENT - 2:
         return left + text[len(left) :]

@@ -10,7 +10,7 @@ from typing import Any, ClassVar
 
 from openrlhf.config import machine, rules, sampling_rules, shared
 from openrlhf.config.commands import ModelCommand, RecordedCommand
-from openrlhf.config.flags import Section, Unused, amend, option, required
+from openrlhf.config.flags import Section, Unused, amend, count, option, required, switch, unset
 from openrlhf.config.ppo import engine_values
 from openrlhf.config.rollout import RewardConfig, RolloutConfig, SamplingConfig, VLLMConfig
 from openrlhf.config.supervised import RMDeepSpeedConfig
@@ -72,9 +72,7 @@ def answer_length(room: int) -> int:
 class SampledModelConfig(shared.ModelSourceConfig):
     """The model."""
 
-    model_name_or_path: str | None = option(
-        None, "Folder or Hub name of a language model.", holds="model"
-    )
+    model_name_or_path: str | None = unset("Folder or Hub name of a language model.", holds="model")
 
 
 class EngineCommand(ModelCommand):
@@ -121,10 +119,8 @@ class ChatSamplingConfig(RepetitionConfig, SamplingConfig):
 class CsftConfig(Section):
     """Conditional fine-tuning."""
 
-    enable: bool = option(
-        False, "Ask for answers with a given reward: append csft.prompt to each prompt."
-    )
-    prompt: str = option("<rm_score>: 5.00", "Text that states the desired reward.")
+    enable: bool = switch("Ask for answers with a given reward: append csft.prompt to each prompt.")
+    prompt: str = option("<rm_score>: 5.00", "Text that states the desired reward.", needs="enable")
 
     @property
     def suffix(self) -> str:
@@ -135,11 +131,6 @@ class CsftConfig(Section):
         if not self.enable:
             return ""
         return f" {self.prompt.strip()} "
-
-    def unused(self) -> Iterator[Unused]:
-        """Yield the flags that have no effect with the current settings."""
-        if not self.enable:
-            yield Unused(["prompt"], "without --enable")
 
 
 class InferenceDataConfig(shared.EndedTextConfig, shared.DatasetConfig):
@@ -168,9 +159,8 @@ class BatchInferenceConfig(EngineCommand, RecordedCommand):
         holds="place",
         writes="file",
     )
-    best_of_n: int = option(1, "Number of answers per prompt.", ge=1)
-    iter: int | None = option(
-        None,
+    best_of_n: int = count(1, "Number of answers per prompt.")
+    iter: int | None = unset(
         "Process only rollout.batch_size rows, starting at row iter x rollout.batch_size.",
         ge=0,
     )
@@ -205,13 +195,13 @@ class BatchInferenceConfig(EngineCommand, RecordedCommand):
         By default, all GPUs are used, --model.model_name_or_path is also the reward model, and an
         answer may take half of the context.
         """
-        gpus, room = machine.count_gpus(), rules.room(self)
+        gpus = machine.count_gpus()
+        room = rules.room(self)
         values: dict[str, Any] = {
             "data.max_len": room,
             "rollout.max_new_tokens": answer_length(room),
             "vllm.num_engines": max(1, gpus // max(1, self.vllm.devices)),
             "reward.num_gpus_per_node": min(8, gpus) or 1,
-            "reward.model_name_or_path": None,
         }
         if not self.samples_answers:
             values["reward.model_name_or_path"] = self.model.model_name_or_path
@@ -250,11 +240,8 @@ class BatchInferenceConfig(EngineCommand, RecordedCommand):
             yield Unused(ANSWERING_FLAGS, "with --task rm")
         if self.post_processor != "csft":
             yield Unused(["reward_template"], "without --post_processor csft")
-        if self.rollout.max_tokens_per_gpu:
-            yield Unused(["rollout.micro_batch_size"], "with --rollout.max_tokens_per_gpu")
         if not self.reward.models:
             yield Unused(["reward.normalize_enable"], "without --reward.model_name_or_path")
-        yield from super().unused()
 
     def _unused_ever(self) -> Iterator[Unused]:
         episodes = [
@@ -293,10 +280,8 @@ class ChatConfig(ModelCommand):
         temperature=0.2, top_p=0.9, max_new_tokens=1024
     )
     csft: CsftConfig = CsftConfig()
-    system: str | None = option(None, "System prompt.")
-    preamble: str | None = option(
-        None, "File with text to put before the conversation.", holds="place"
-    )
+    system: str | None = unset("System prompt.")
+    preamble: str | None = unset("File with text to put before the conversation.", holds="place")
 
     def derived_values(self) -> dict[str, Any]:
         """Return the values derived from the flags, keyed by flag path.
@@ -321,4 +306,3 @@ class ChatConfig(ModelCommand):
     def unused(self) -> Iterator[Unused]:
         """Yield the flags that have no effect with the current settings."""
         yield Unused(["ds.packing_samples"], "with this command")
-        yield from super().unused()

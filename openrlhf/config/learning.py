@@ -8,8 +8,9 @@ from collections.abc import Iterator
 from openrlhf.config import choices, shared
 from openrlhf.config.algorithm import CORRECTION_DETAILS, AlgoConfig
 from openrlhf.config.commands import Root
-from openrlhf.config.flags import Unused, derived, option
+from openrlhf.config.flags import Unused, count, option, switch, unset
 from openrlhf.config.optimizer import AdamConfig, OptimizerConfig
+from openrlhf.config.places import Output
 from openrlhf.config.rollout import (
     AGENT,
     FUNCTION,
@@ -36,17 +37,15 @@ class ActorConfig(shared.GroupConfig, shared.TrainedModelConfig, OptimizerConfig
 
     policy_loss_type: str = option("ppo", "Policy loss.", choices=choices.POLICY_LOSSES)
     eps_clip: float = option(0.2, "Clip range of the ratio, both below and above 1.", gt=0)
-    eps_clip_low_high: tuple[float, float] = derived(
+    eps_clip_low_high: tuple[float, float] = unset(
         "Clip ranges below and above 1; unset: eps_clip for both.", ge=0
     )
-    dual_clip: float | None = option(
-        None, "Dual-clip bound of the loss for negative advantages.", gt=1
+    dual_clip: float | None = unset("Dual-clip bound of the loss for negative advantages.", gt=1)
+    entropy_coef: float | None = unset(
+        "Weight of the entropy bonus; 0: only log it; unset: do not compute it."
     )
-    entropy_coef: float | None = option(
-        None, "Weight of the entropy bonus; 0: only log it; unset: do not compute it."
-    )
-    freeze_visual_encoder: bool = option(
-        False, "Train only the language part of a vision model.", not_yet="leave it out"
+    freeze_visual_encoder: bool = switch(
+        "Train only the language part of a vision model.", not_yet="leave it out"
     )
     adam: AdamConfig = AdamConfig(lr=1e-6)
 
@@ -54,51 +53,50 @@ class ActorConfig(shared.GroupConfig, shared.TrainedModelConfig, OptimizerConfig
 class CriticConfig(shared.GroupConfig, OptimizerConfig):
     """The critic (estimator gae)."""
 
-    model_name_or_path: str | None = option(
-        None, "Folder or Hub name; unset: the first reward model, else the policy.", holds="model"
+    model_name_or_path: str | None = unset(
+        "Folder or Hub name; unset: the first reward model, else the policy.", holds="model"
     )
     value_clip: float = option(0.5, "Clip range of the values.", gt=0)
     freezing_steps: int = option(-1, "Number of initial steps that train only the critic.", ge=-1)
-    save_value_network: bool = option(False, "Export the critic at the end of the run.")
+    save_value_network: bool = switch("Export the critic at the end of the run.")
     adam: AdamConfig = AdamConfig(lr=9e-6)
 
 
 class RefConfig(shared.GroupConfig):
     """The reference policy."""
 
-    offload: bool = option(False, "Keep the reference in CPU memory between uses.")
+    offload: bool = switch("Keep the reference in CPU memory between uses.")
 
 
 class RLTrainConfig(shared.ProcessConfig, shared.TrainConfig):
     """Batches, epochs, seed, placement, pipeline."""
 
-    num_episodes: int = option(1, "Number of epochs over the prompts.", ge=1)
-    dynamic_batch_enable: bool = option(
-        False, "Size micro-batches by tokens instead of samples; implies packing."
+    num_episodes: int = count(1, "Number of epochs over the prompts.")
+    dynamic_batch_enable: bool = switch(
+        "Size micro-batches by tokens instead of samples; implies packing."
     )
-    max_tokens_per_gpu: int = option(
+    max_tokens_per_gpu: int = count(
         16192,
         "Maximum tokens in a dynamic micro-batch; a longer sample gets its own.",
-        ge=1,
+        needs="dynamic_batch_enable",
     )
-    colocate_actor_ref: bool = option(False, "Colocate policy and reference on the same devices.")
-    colocate_critic_reward: bool = option(
-        False, "Colocate critic and reward models on the same devices."
-    )
-    colocate_all: bool = option(False, "Colocate all models and the engines on the same devices.")
-    async_enable: bool = option(False, "Generate and train at the same time.")
-    async_queue_size: int = option(
+    colocate_actor_ref: bool = switch("Colocate policy and reference on the same devices.")
+    colocate_critic_reward: bool = switch("Colocate critic and reward models on the same devices.")
+    colocate_all: bool = switch("Colocate all models and the engines on the same devices.")
+    async_enable: bool = switch("Generate and train at the same time.")
+    async_queue_size: int = count(
         1,
         "Maximum number of batches being generated or waiting, not counting the one in training.",
-        ge=1,
+        needs="async_enable",
     )
-    max_staleness: int = derived(
+    max_staleness: int = unset(
         "Maximum age of a sample in weight versions; unset: train.async_queue_size.",
         ge=1,
+        needs="async_enable",
     )
-    partial_rollout_enable: bool = option(
-        False,
+    partial_rollout_enable: bool = switch(
         "Publish weights during generation; unfinished samples continue with the new weights.",
+        needs="async_enable",
     )
     max_restarts: int = option(
         0,
@@ -121,15 +119,6 @@ class RLTrainConfig(shared.ProcessConfig, shared.TrainConfig):
             groups.append(("critic", "reward"))
         return groups
 
-    def unused(self) -> Iterator[Unused]:
-        """Yield the flags that have no effect with the current settings."""
-        yield from super().unused()
-        if not self.dynamic_batch_enable:
-            yield Unused(["max_tokens_per_gpu"], "without --dynamic_batch_enable")
-        if not self.async_enable:
-            asynchronous = ["async_queue_size", "max_staleness", "partial_rollout_enable"]
-            yield Unused(asynchronous, "without --async_enable")
-
 
 class RLLoraConfig(shared.LoraConfig):
     """LoRA adapters, and the weights that are sent to the engines."""
@@ -138,6 +127,7 @@ class RLLoraConfig(shared.LoraConfig):
         "merged",
         "Weights to send to the engines: merged, or only the adapter.",
         choices=("merged", "adapter"),
+        needs="rank",
     )
 
     @property
@@ -145,17 +135,13 @@ class RLLoraConfig(shared.LoraConfig):
         """The rank of the adapter that is sent to engines; 0 if full weights are sent."""
         return self.rank if self.publish == "adapter" else 0
 
-    def unused(self) -> Iterator[Unused]:
-        """Yield the flags that have no effect with the current settings."""
-        yield from super().unused()
-        if not self.rank:
-            yield Unused(["publish"], "without --rank")
-
 
 class RLDeepSpeedConfig(shared.LMDeepSpeedConfig):
     """DeepSpeed, precision and offloading of the trained models."""
 
-    enable_sleep: bool = option(False, "Move the training state to CPU memory between updates.")
+    enable_sleep: bool = switch(
+        "Move the training state to CPU memory between updates.", unless="adam_offload"
+    )
     value_head_prefix: str = option(
         "score", "Name of the scalar head; a stored name takes precedence."
     )
@@ -165,12 +151,6 @@ class RLDeepSpeedConfig(shared.LMDeepSpeedConfig):
     def sleeps(self) -> bool:
         """True if the training state is kept in CPU memory between updates."""
         return self.enable_sleep and not self.adam_offload
-
-    def unused(self) -> Iterator[Unused]:
-        """Yield the flags that have no effect with the current settings."""
-        yield from super().unused()
-        if self.adam_offload:
-            yield Unused(["enable_sleep"], "with --adam_offload")
 
 
 class RLDataConfig(PromptConfig, shared.DataConfig):
@@ -185,15 +165,9 @@ class RLDataConfig(PromptConfig, shared.DataConfig):
 class RLEvalConfig(shared.EvalConfig):
     """Evaluation by sampling responses to prompts."""
 
-    temperature: float = option(0.6, "Temperature; 0: greedy.", ge=0, le=2)
-    n_samples_per_prompt: int = option(4, "Responses per prompt: the k of pass@k.", ge=1)
-    at_start: bool = option(False, "Also evaluate before the first step.")
-
-    def unused(self) -> Iterator[Unused]:
-        """Yield the flags that have no effect with the current settings."""
-        yield from super().unused()
-        if not self.dataset:
-            yield Unused(["temperature", "n_samples_per_prompt", "at_start"], "without --dataset")
+    temperature: float = option(0.6, "Temperature; 0: greedy.", ge=0, le=2, needs="dataset")
+    n_samples_per_prompt: int = count(4, "Responses per prompt: the k of pass@k.", needs="dataset")
+    at_start: bool = switch("Also evaluate before the first step.", needs="dataset")
 
 
 class RLFlags(Root):
@@ -229,13 +203,14 @@ class RLFlags(Root):
             return {"ckpt.path", "ckpt.output_dir"}
         return super().idle_places()
 
-    def further_places(self) -> list[tuple[str, str, str]]:
+    def further_places(self) -> list[Output]:
         """Return the critic's output folder if the run writes it."""
         exports = self.estimator_traits.needs_critic and self.critic.save_value_network
         if self.rollout.only or not exports:
             return []
         folder = f"{self.ckpt.output_dir}_critic"
-        return [(f"{folder} (--critic.save_value_network)", folder, "model")]
+        named = f"{folder} (--critic.save_value_network)"
+        return [Output(named=named, path=folder, kind="model")]
 
     @property
     def samples(self) -> int:
@@ -252,9 +227,11 @@ class RLFlags(Root):
 
         An asynchronous step may span two epochs.
         """
-        size, epochs = self.rollout.batch_size, self.train.num_episodes
+        size = self.rollout.batch_size
+        epochs = self.train.num_episodes
         if self.train.async_enable:
-            prompts, epochs = prompts * epochs, 1
+            prompts = prompts * epochs
+            epochs = 1
         return [min(size, prompts - first) for first in range(0, prompts, size)] * epochs
 
     @property
@@ -268,11 +245,6 @@ class RLFlags(Root):
         without its adapters.
         """
         return self.algo.kl.init_coef > 0 and not self.ds.lora.rank
-
-    @property
-    def policy_is_reference(self) -> bool:
-        """True if the policy without its adapters is the reference."""
-        return self.algo.kl.init_coef > 0 and self.ds.lora.rank > 0
 
     @property
     def needs_old_policy(self) -> bool:
@@ -383,7 +355,8 @@ class RLFlags(Root):
         yield Unused(names, "with --rollout.replay_dir")
 
     def _unused_by_models(self) -> Iterator[Unused]:
-        critic, models = self.estimator_traits.needs_critic, self.reward.models
+        critic = self.estimator_traits.needs_critic
+        models = self.reward.models
         shared_by_critic = "train.colocate_critic_reward"
         yield from unused_without({CRITIC: critic}, "critic", "placement.critic", shared_by_critic)
         yield from unused_without(
@@ -394,7 +367,8 @@ class RLFlags(Root):
         yield from unused_without({CRITIC: critic, REWARD_MODEL: models}, "ds.value_head_prefix")
 
     def _unused_by_episodes(self) -> Iterator[Unused]:
-        train, agent = self.train, self.train.agent_func_path
+        train = self.train
+        agent = self.train.agent_func_path
         yield from unused_by_agents(agent)
         yield from unused_without({AGENT: agent}, "data.image_key")
         yield from unused_by_rewards(self.reward, self.rollout, agents={AGENT: agent}, judges={})

@@ -19,7 +19,7 @@ from openrlhf.config.legacy_names import (
     RL_PARTS,
     SWITCHES,
 )
-from openrlhf.config.legacy_values import combined_flags
+from openrlhf.config.legacy_values import OLD_FLAGS
 
 CRITIC_FLAGS = ("algo.advantage.lambd", "critic.value_clip")
 OLD_LENGTHS = ("prompt_max_len", "generate_max_len")  # each flag defaulted to 1024 tokens
@@ -37,11 +37,22 @@ class Translation:
     # The typed name of each flag in `legacy_values`, which `options` translates.
     spelled: dict[str, str]
 
+    def replace(self, old: str, paths: Sequence[str], words: list[str], value: str = "") -> None:
+        """Replace an old flag with the flags `paths`. If `words` are new, `value` shows them."""
+        self.groups += [(path, words) for path in paths]
+        if paths[0] in OLD_FLAGS:
+            self.spelled[paths[0]] = old
+        else:
+            self.renamed[old] = " and ".join(f"--{path}" for path in paths) + value
+
 
 def aliases(
     flags: Mapping[str, Flag], more: Mapping[str, str] | None = None
 ) -> dict[str, list[str]]:
-    """Map each old name, and each name in `more`, to the flags that take its value."""
+    """Map each old name, and each name in `more`, to the flags that take its value.
+
+    `flags` contains the old flags in `legacy_values`, too.
+    """
     names = dict.fromkeys(PARTS, "") | NAMES
     if "algo.advantage.estimator" in flags:
         names |= dict.fromkeys(RL_PARTS, "") | RL_NAMES
@@ -50,13 +61,12 @@ def aliases(
     if more:
         names |= more
     by_last_parts = _paths_by_last_parts(flags)
-    combined = combined_flags(flags)
     known: dict[str, list[str]] = {}
     for name, targets in names.items():
-        paths = [path for path in targets.split() if path in flags or path in combined]
+        paths = [path for path in targets.split() if path in flags]
         if not targets:
             paths = by_last_parts.get(name, [])
-        if paths and name not in flags:
+        if paths:
             known[name] = paths
     return known
 
@@ -72,31 +82,27 @@ def _paths_by_last_parts(flags: Iterable[str]) -> dict[str, list[str]]:
 
 
 def translate(groups: Iterable[Group], flags: Mapping[str, Flag]) -> Translation:
-    """Return the command line with old names replaced. Other names are unchanged."""
+    """Return the command line with old names replaced. Other names are unchanged.
+
+    `flags` contains the old flags in `legacy_values`, too.
+    """
     known = aliases(flags)
-    combined = combined_flags(flags)
     result = Translation(groups=[], notices=[], violations=[], renamed={}, spelled={})
     lengths: dict[str, str] = {}
     for name, words in groups:
         value = " ".join(words)
-        old, extra = name, value
+        old = name
+        extra = value
         if f"{name}={value}" in SWITCHES:
-            old, extra = f"{name}={value}", ""
+            old = f"{name}={value}"
+            extra = ""
         path, _, new = SWITCHES.get(old, "").partition(" ")
         if name in known:
-            result.groups += [(target, words) for target in known[name]]
-            if known[name][0] in combined:
-                result.spelled[known[name][0]] = name
-            else:
-                result.renamed[name] = " and ".join(f"--{target}" for target in known[name])
-        elif path in combined and not extra:
-            result.groups.append((path, [new]))
-            result.spelled[path] = old
+            result.replace(name, known[name], words)
         elif path in flags and (not extra or "{}" in new):
             new = new.replace("{}", extra)
-            result.groups.append((path, [new]))
-            result.renamed[old] = f"--{path} {new}"
-        elif path in flags or (name in IGNORED and words):
+            result.replace(old, [path], [new], f" {new}")
+        elif path in flags.keys() - OLD_FLAGS or (name in IGNORED and words):
             result.violations.append(takes_no_value(f"--{name}", words, path))
         elif name in IGNORED:
             result.notices.append(f"--{name} no longer has an effect: {IGNORED[name]}.")

@@ -11,14 +11,16 @@ from typing import Any
 
 from openrlhf.config.algorithm import AdvantageConfig
 from openrlhf.config.choices import CORRECTIONS
-from openrlhf.config.flags import Flag, Section, flags_of, option
+from openrlhf.config.flags import Flag, Section, flags_of, switch, unset
 
 LEVELS = {"token": "token", "sequence": "seq-product", "geometric": "seq"}
 AGGREGATIONS = {"token-mean": "token", "seq-mean-token-mean": "sequence"}
-LEVEL, MODE, GATING, THRESHOLD = (
-    f"algo.advantage.is_correction_{name}" for name in ("level", "mode", "gating", "threshold")
-)
-ENABLE, TYPE = "algo.advantage.is_correction_enable", "algo.advantage.is_correction_type"
+LEVEL = "algo.advantage.is_correction_level"
+MODE = "algo.advantage.is_correction_mode"
+GATING = "algo.advantage.is_correction_gating"
+THRESHOLD = "algo.advantage.is_correction_threshold"
+ENABLE = "algo.advantage.is_correction_enable"
+TYPE = "algo.advantage.is_correction_type"
 AGGREGATION = "algo.loss.aggregation"
 # The current flag to suggest instead of each old one.
 SUCCESSORS = {
@@ -32,14 +34,14 @@ SUCCESSORS = {
 
 
 class _OldAdvantageConfig(Section):
-    is_correction_enable: bool = option(False, "Correct the loss with a preset.")
-    is_correction_type: str | None = option(None, "Preset.", choices=CORRECTIONS)
+    is_correction_enable: bool = switch("Correct the loss with a preset.")
+    is_correction_type: str | None = unset("Preset.", choices=CORRECTIONS)
 
 
 class _OldCorrectionConfig(Section):
-    level: str | None = option(None, "Level.", choices=LEVELS.keys())
-    mode: str | None = option(None, "Mode.", choices=("clip", "mask", "truncate"))
-    band: tuple[float, float] | None = option(None, "Lower and upper bound.")
+    level: str | None = unset("Level.", choices=LEVELS.keys())
+    mode: str | None = unset("Mode.", choices=("clip", "mask", "truncate"))
+    band: tuple[float, float] | None = unset("Lower and upper bound.")
 
 
 class _OldAlgoConfig(Section):
@@ -48,7 +50,7 @@ class _OldAlgoConfig(Section):
 
 
 class _OldActorConfig(Section):
-    loss_agg_mode: str | None = option(None, "Aggregation.", choices=AGGREGATIONS.keys())
+    loss_agg_mode: str | None = unset("Aggregation.", choices=AGGREGATIONS.keys())
 
 
 class _OldConfig(Section):
@@ -56,11 +58,15 @@ class _OldConfig(Section):
     actor: _OldActorConfig = _OldActorConfig()
 
 
-def combined_flags(flags: Mapping[str, Flag]) -> Mapping[str, Flag]:
-    """Return the old flags (keyed by path) that a command with these current flags accepts."""
+OLD_FLAGS = flags_of(_OldConfig)
+
+
+def accepted_flags(root: type[Any]) -> Mapping[str, Flag]:
+    """Return the current flags of a command and the old flags that it accepts, keyed by path."""
+    flags = flags_of(root)
     if LEVEL in flags:
-        return flags_of(_OldConfig)
-    return {}
+        return {**flags, **OLD_FLAGS}
+    return flags
 
 
 def current_values(old: Mapping[str, Any], given: Mapping[str, Any]) -> dict[str, Any]:
@@ -83,7 +89,8 @@ def current_values(old: Mapping[str, Any], given: Mapping[str, Any]) -> dict[str
 
 
 def _correction_values(old: Mapping[str, Any], given: Mapping[str, Any]) -> dict[str, Any]:
-    level, mode = None, None
+    level = None
+    mode = None
     if old.get(ENABLE):
         level, mode = CORRECTIONS.get(old.get(TYPE, "tis"), (None, None))
     level = old.get("algo.correction.level") or level
@@ -96,7 +103,8 @@ def _correction_values(old: Mapping[str, Any], given: Mapping[str, Any]) -> dict
         values[THRESHOLD] = band
     if mode == "truncate":  # an upper bound only
         _, high = band or given.get(THRESHOLD, AdvantageConfig().is_correction_threshold)
-        values[MODE], values[THRESHOLD] = "clip", [0.0, high]
+        values[MODE] = "clip"
+        values[THRESHOLD] = [0.0, high]
     elif mode:
         values[MODE] = mode
     return values

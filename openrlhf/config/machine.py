@@ -76,13 +76,12 @@ def declared_machines(cluster: str) -> list[int]:
     Example: 2x8,1x4 declares two machines with 8 GPUs and one with 4, and becomes [8, 8, 4]. The
     text may also name a kind of GPU, as in 2x8xH100-80GB.
     """
-    machines_of_a_size = r"[1-9]\d{0,3}x[1-9]\d{0,3}(x[A-Za-z][\w.-]*|x\d+GB)?"
-    if not re.fullmatch(f"{machines_of_a_size}(,{machines_of_a_size})*", cluster):
-        return []
     machines: list[int] = []
     for part in cluster.split(","):
-        count, gpus, *_ = part.split("x")
-        machines += [int(gpus)] * int(count)
+        found = re.fullmatch(r"([1-9]\d{0,3})x([1-9]\d{0,3})(x[A-Za-z][\w.-]*|x\d+GB)?", part)
+        if not found:
+            return []
+        machines += [int(found[2])] * int(found[1])
     return machines
 
 
@@ -210,13 +209,6 @@ def openmp_threads(processes: int) -> int:
     if threads.isdecimal() and not set_by_ray:
         return int(threads)
     return max(1, usable_cores() // processes)
-
-
-def launched_processes() -> int | None:
-    """Return the number of processes that the launcher started, or None without a launcher."""
-    if os.environ.get("WORLD_SIZE"):
-        return world_size()
-    return None
 
 
 def world_size() -> int:

@@ -2,23 +2,21 @@
 
 import re
 
-GROUPS = "--rollout.n_samples_per_prompt 8"
-NO_KL = "--algo.kl.init_coef 0"
-GROUP_NORM = f"ppo --algo.advantage.estimator group_norm {GROUPS}"
-
 COMMANDS: dict[str, str] = {
-    "grpo": f"{GROUP_NORM} --algo.loss.aggregation sequence --algo.kl.use_loss "
-    "--algo.kl.estimator k3",
-    "dr_grpo": f"ppo --algo.advantage.estimator dr_grpo {GROUPS} "
-    f"--algo.loss.aggregation constant {NO_KL}",
-    "dapo": f"{GROUP_NORM} --actor.eps_clip_low_high 0.2 0.28 {NO_KL} "
-    "--algo.dynamic_filtering_enable",
-    "gspo": f"{GROUP_NORM} --actor.policy_loss_type gspo --actor.eps_clip_low_high 3e-4 4e-4 "
-    f"{NO_KL}",
-    "cispo": f"{GROUP_NORM} --actor.policy_loss_type cispo {NO_KL}",
+    "grpo": "ppo --algo.advantage.estimator group_norm --rollout.n_samples_per_prompt 8 "
+    "--algo.loss.aggregation sequence --algo.kl.use_loss --algo.kl.estimator k3",
+    "dr_grpo": "ppo --algo.advantage.estimator dr_grpo --rollout.n_samples_per_prompt 8 "
+    "--algo.loss.aggregation constant --algo.kl.init_coef 0",
+    "dapo": "ppo --algo.advantage.estimator group_norm --rollout.n_samples_per_prompt 8 "
+    "--actor.eps_clip_low_high 0.2 0.28 --algo.kl.init_coef 0 --algo.dynamic_filtering_enable",
+    "gspo": "ppo --algo.advantage.estimator group_norm --rollout.n_samples_per_prompt 8 "
+    "--actor.policy_loss_type gspo --actor.eps_clip_low_high 3e-4 4e-4 --algo.kl.init_coef 0",
+    "cispo": "ppo --algo.advantage.estimator group_norm --rollout.n_samples_per_prompt 8 "
+    "--actor.policy_loss_type cispo --algo.kl.init_coef 0",
     "rloo": "ppo --algo.advantage.estimator rloo --rollout.n_samples_per_prompt 4",
     "reinforce": "ppo --algo.advantage.estimator reinforce",
-    "reinforce_baseline": f"ppo --algo.advantage.estimator reinforce_baseline {GROUPS}",
+    "reinforce_baseline": "ppo --algo.advantage.estimator reinforce_baseline "
+    "--rollout.n_samples_per_prompt 8",
     "flash_reinforce": "ppo --algo.advantage.estimator flash_reinforce",
     "ipo": "dpo --model.loss_type ipo",
     "simpo": "dpo --model.loss_type simpo",

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from openrlhf.config.choices import OPTIMIZERS
-from openrlhf.config.flags import Section, Unused, option
+from openrlhf.config.flags import Section, Unused, count, option
 
 SCHEDULERS = (
     "linear",
@@ -46,7 +46,7 @@ class MuonConfig(Section):
 
     lr: float = option(0.02, "Peak learning rate of the matrices.", ge=0)
     momentum: float = option(0.95, "Momentum.", ge=0, lt=1)
-    ns_steps: int = option(5, "Newton-Schulz iterations per step.", ge=1)
+    ns_steps: int = count(5, "Newton-Schulz iterations per step.")
     nesterov: bool = option(True, "Use Nesterov momentum.")
 
 

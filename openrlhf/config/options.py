@@ -20,7 +20,6 @@ from openrlhf.config.flags import (
     convert,
     did_you_mean,
     flags_in,
-    flags_of,
     mentions,
     nearest,
     text_of,
@@ -31,14 +30,14 @@ from openrlhf.config.legacy_names import ELSEWHERE, NAMES, PARTS, RL_NAMES, RL_P
 from openrlhf.config.legacy_values import (
     ENABLE,
     LEVEL,
+    OLD_FLAGS,
     SUCCESSORS,
     THRESHOLD,
-    combined_flags,
+    accepted_flags,
     current_values,
 )
 from openrlhf.config.plugins import load_plugins
 from openrlhf.config.schema import json_schema
-from openrlhf.config.unsupported import refused_flags
 from openrlhf.masking import hide, is_hidden
 from openrlhf.reporting import notice, say
 
@@ -110,11 +109,10 @@ class Reader:
     """
 
     def __init__(self, root: type[Any], command: str) -> None:
-        self.root, self.command, self.flags = root, command, flags_of(root)
-        self.combined = combined_flags(self.flags)
-        self.accepted = {**self.flags, **self.combined}
+        self.command = command
+        self.flags = accepted_flags(root)
         self.by_spelling: dict[str, Flag] = {}
-        for flag in self.accepted.values():
+        for flag in self.flags.values():
             for spelling in flag.switches:
                 self.by_spelling[spelling.removeprefix("--")] = flag
         self.given: dict[str, Any] = {}
@@ -147,20 +145,20 @@ class Reader:
             source = ""
             if path not in typed:
                 source = f"{file}: "
-            self._convert(self.accepted[path], value, source)
+            self._convert(self.flags[path], value, source)
             if path == "plugin":
                 load_plugins(self.given.get(path, ()))
-        self._replace_combined_flags(translated.spelled)
+        self._replace_old_flags(translated.spelled)
         if "run.dir" in written and "run.dir" not in typed:
             self._drop_own_folder(Path(file))
         return self
 
-    def _replace_combined_flags(self, spelled: Mapping[str, str]) -> None:
+    def _replace_old_flags(self, spelled: Mapping[str, str]) -> None:
         """Replace old flags in `given` with current flags.
 
         `spelled` contains the spelling of each flag that was typed under an even older name.
         """
-        old = {path: self.given.pop(path) for path in self.combined if path in self.given}
+        old = {path: self.given.pop(path) for path in OLD_FLAGS if path in self.given}
         old = {path: value for path, value in old.items() if value is not False}
         if not old:
             return
@@ -205,25 +203,26 @@ class Reader:
             return
         spelling = candidates[0]
         flag = self.by_spelling[spelling]
-        number = {"switch": 0, "pair": 2}.get(flag.shape, 1)
-        numbers = {number}
+        counts = (1,)
+        if flag.shape == "pair":
+            counts = (2,)
         if flag.single is not None:
-            numbers = {1, 2}
+            counts = (1, 2)
         if flag.shape == "list":
             typed[flag.path] = [*typed.get(flag.path, []), *words]
         elif flag.shape == "switch" and words:
             self.problems.append(takes_no_value(flag.name, words))
-        elif len(words) not in numbers:
-            found = " ".join(words) or "nothing"
-            counts = " or ".join(map(str, sorted(numbers)))
-            self.problems.append(f"{flag.name} takes {counts} value(s), but {found} follows it.")
-            self.doubtful.add(flag.path)
         elif flag.shape == "switch":
             typed[flag.path] = flag.switches[f"--{spelling}"]
-        elif flag.shape == "pair":
-            typed[flag.path] = words
-        else:
+        elif len(words) not in counts:
+            found = " ".join(words) or "nothing"
+            allowed = " or ".join(map(str, counts))
+            self.problems.append(f"{flag.name} takes {allowed} value(s), but {found} follows it.")
+            self.doubtful.add(flag.path)
+        elif len(words) == 1:
             typed[flag.path] = words[0]
+        else:
+            typed[flag.path] = words
 
     def _unknown(self, name: str) -> str:
         """Return the message about an unknown flag, with the flags that the user may have meant.
@@ -231,12 +230,11 @@ class Reader:
         `name` is written as the user wrote it: with -- on a command line, and without -- in a file.
         """
         bare = name.removeprefix("--")
-        refused = refused_flags(self.root)
         renamed = legacy.aliases(self.flags, ELSEWHERE)
-        hidden = {*refused, *self.combined}
-        available = [
-            spelling for spelling, flag in self.by_spelling.items() if flag.path not in hidden
-        ]
+        available: list[str] = []
+        for spelling, flag in self.by_spelling.items():
+            if not flag.not_yet and flag.path not in OLD_FLAGS:
+                available.append(spelling)
         paths: list[str] = []
         for found in renamed.get(bare) or nearest(bare, [*available, *renamed]):
             paths += renamed.get(found, [found])
@@ -283,19 +281,14 @@ class Reader:
                 f"--config {file} contains a {type(content).__name__}, not names and values."
             )
         values: dict[str, Any] = {}
-        for path, value in leaves(cast("dict[Any, Any]", content or {}), self.accepted, ""):
+        for path, value in leaves(cast("dict[Any, Any]", content or {}), self.flags, ""):
             if path in values:
                 self.problems.append(f"{file}: {path} appears twice: remove one.")
-            elif path in self.accepted:
+            elif path in self.flags:
                 values[path] = value
             else:
                 self.problems.append(f"{file}: {self._unknown(path)}")
         return values
-
-
-def load_plugins_named_in(argv: Sequence[str]) -> None:
-    """Load the plug-ins listed on a command line and in its file. Other flags are not checked."""
-    Reader(Command, "").read(argv)
 
 
 def _split_at_flags(argv: Iterable[str]) -> list[Group]:
@@ -346,10 +339,7 @@ def dump_yaml(config: Command, *, given_only: bool = False) -> str:
             node = node.setdefault(section, {})
         if given_only:
             value = config.given[flag.path]
-        shown = hide(value)
-        if flag.shape in ("pair", "list") and shown:
-            shown = list(shown)
-        node[leaf] = shown
+        node[leaf] = hide(value)
     return yaml.safe_dump(tree, sort_keys=False, allow_unicode=True)
 
 
@@ -361,20 +351,19 @@ def changed_flags(before: str, config: Command) -> list[str]:
     """
     import yaml  # slow to import and needed only to write or compare files
 
-    flags = flags_of(config.__class__)
+    flags = accepted_flags(config.__class__)
     try:
         earlier: Any = yaml.safe_load(before)
     except yaml.YAMLError:
         return []
     if not isinstance(earlier, dict):
         return []
-    combined = combined_flags(flags)
-    old = dict(leaves(cast("dict[Any, Any]", earlier), {**flags, **combined}, ""))
-    if before_combined := {path: old.pop(path) for path in combined if path in old}:
+    old = dict(leaves(cast("dict[Any, Any]", earlier), flags, ""))
+    if replaced := {path: old.pop(path) for path in OLD_FLAGS if path in old}:
         current: dict[str, Any] = {}
         if THRESHOLD in old:
             current[THRESHOLD] = old[THRESHOLD]
-        old |= {LEVEL: "off"} | current_values(before_combined, current)
+        old |= {LEVEL: "off"} | current_values(replaced, current)
     changed: list[str] = []
     for path, value in leaves(yaml.safe_load(dump_yaml(config)), flags, ""):
         is_free = flags[path].writes or any(fnmatch(path, pattern) for pattern in FREE_TO_CHANGE)

@@ -8,13 +8,13 @@ from pathlib import Path
 from typing import Any
 
 from openrlhf.config.commands import Command
-from openrlhf.config.flags import Section, Unused, derived, option, required
+from openrlhf.config.flags import Section, Unused, option, required, switch, unset
 
 
 class PipelineRunConfig(Section):
     """Pipeline folder."""
 
-    dir: str = derived(
+    dir: str = unset(
         "Folder for all stages; unset: ./runs/<file name>, followed by --settings.",
         holds="place",
         writes="stages",
@@ -30,7 +30,7 @@ class PipelineConfig(Command):
         holds="place",
     )
     settings: str = option("", "Name of the settings to use; unset: the first in the YAML.")
-    dry_run: bool = option(False, "Check everything, show what would run, and exit.", saved=False)
+    dry_run: bool = switch("Check everything, show what would run, and exit.", saved=False)
     run: PipelineRunConfig = PipelineRunConfig()
 
     def derived_values(self) -> dict[str, Any]:

@@ -73,7 +73,8 @@ class Output:
 
     def changes(self, path: str) -> bool:
         """Return whether the command would write, replace or move the file or folder at `path`."""
-        read, real = Path(path).resolve(), Path(self.path).resolve()
+        read = Path(path).resolve()
+        real = Path(self.path).resolve()
         if self.is_file:
             return str(read) in [f"{real}{suffix}" for suffix in FILE_SUFFIXES]
         if read == real:
@@ -96,8 +97,7 @@ def outputs(config: Any) -> Iterator[Output]:
     for flag, value in flags_in(config):
         if flag.writes and value and flag.path not in idle:
             yield Output(named=flag.typed(value), path=value, kind=flag.writes)
-    for named, path, kind in config.further_places():
-        yield Output(named=named, path=path, kind=kind)
+    yield from config.further_places()
 
 
 def inputs(config: Any) -> list[tuple[Flag, str]]:
@@ -107,13 +107,14 @@ def inputs(config: Any) -> list[tuple[Flag, str]]:
     """
     found: dict[Path, tuple[Flag, str]] = {}
     for flag, value in flags_in(config):
-        paths: list[str] = []
-        if flag.holds == "place" and not flag.writes:
-            given: Any = config.given.get(flag.path, value) or ()
-            paths += [given] if isinstance(given, str) else given
-        elif not flag.writes and flag.holds:
-            paths += items(value)
-        for name in paths:
+        if flag.writes or not flag.holds:
+            continue
+        names: Any = config.given.get(flag.path, value) or ()
+        if flag.holds != "place":
+            names = items(value)
+        elif isinstance(names, str):
+            names = [names]
+        for name in names:
             path = name
             if flag.holds == "dataset" and not os.path.exists(name):
                 path = name.partition("@")[0]  # the folder of a Hub dataset follows @
@@ -123,7 +124,8 @@ def inputs(config: Any) -> list[tuple[Flag, str]]:
 
 def overwriting(config: Any) -> Iterator[str]:
     """Yield a violation for each output that would overwrite an input or another output's file."""
-    written, read = list(outputs(config)), inputs(config)
+    written = list(outputs(config))
+    read = inputs(config)
     for output in written:
         for flag, path in read:
             name = f"{flag.name} {path}"

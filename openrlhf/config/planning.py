@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from openrlhf.config.commands import Command
-from openrlhf.config.flags import option, required
+from openrlhf.config.flags import required, switch, unset
 
 PLANNED = ("sft", "rm", "dpo", "kto", "prm", "kd", "ppo", "train_ppo")
 
@@ -15,11 +15,10 @@ class PlanConfig(Command):
         "Training command to plan; may also be given as the first argument. Its own flags follow.",
         choices=PLANNED,
     )
-    cluster: str | None = option(
-        None,
+    cluster: str | None = unset(
         "Cluster to plan for, such as 2x8xH100-80GB (nodes x GPUs x kind), 4x24GB or cpu-64GB; "
         "unset: this machine.",
     )
-    longest: bool = option(False, "Find the largest --data.max_len that fits.")
-    speed: bool = option(False, "Estimate the duration in seconds and the communication of a step.")
-    json: bool = option(False, "Print JSON.")
+    longest: bool = switch("Find the largest --data.max_len that fits.")
+    speed: bool = switch("Estimate the duration in seconds and the communication of a step.")
+    json: bool = switch("Print JSON.")

@@ -28,7 +28,14 @@ def group_sizes(config: RLFlags) -> dict[str, Any]:
 
 def learning_values(config: RLFlags) -> dict[str, Any]:
     """Return derived settings of rewards, critic and losses, keyed by flag path."""
-    values = config.unless_given(clip_values(config))
+    loss = config.policy_loss_traits
+    eps_clip = config.actor.eps_clip
+    clip = (eps_clip, eps_clip)
+    if loss.clip and "actor.eps_clip" not in config.given:
+        clip = loss.clip
+    values = config.unless_given(
+        {"actor.eps_clip_low_high": clip, "algo.loss.aggregation": loss.aggregation}
+    )
     values["critic.model_name_or_path"] = None
     if config.estimator_traits.needs_critic:
         sources = [config.critic.model_name_or_path, *config.reward.scalars]
@@ -40,17 +47,8 @@ def learning_values(config: RLFlags) -> dict[str, Any]:
         values["reward.remote_url"] = None
     if config.rollout.only:
         values["ckpt.load_enable"] = False
-    staleness = config.train.max_staleness or config.train.async_queue_size
-    return values | {"train.max_staleness": staleness}
-
-
-def clip_values(config: RLFlags) -> dict[str, Any]:
-    """Return the policy loss's default clip range and aggregation, keyed by flag path."""
-    loss, eps_clip = config.policy_loss_traits, config.actor.eps_clip
-    clip = (eps_clip, eps_clip)
-    if loss.clip and "actor.eps_clip" not in config.given:
-        clip = loss.clip
-    return {"actor.eps_clip_low_high": clip, "algo.loss.aggregation": loss.aggregation}
+    values["train.max_staleness"] = config.train.max_staleness or config.train.async_queue_size
+    return values
 
 
 def rollout_values(config: RLFlags) -> dict[str, Any]:
@@ -74,24 +72,22 @@ def engine_values(
 
     `shared` is true if samples share prefixes.
     """
-    dtype, seeded, sync_backend = vllm.dtype, rollout.seeded, vllm.sync_backend
-    if dtype == "auto":
-        dtype = param_dtype
-    if seeded == "auto":
-        seeded = "on"
-        if machine.count_gpus():
-            seeded = "off"  # on GPUs, seeded sampling is slower and not exactly reproducible
-    if sync_backend == "nccl" and not machine.count_gpus():
-        sync_backend = "gloo"
     caches = vllm.enable_prefix_caching or shared
-    return {
+    values: dict[str, Any] = {
         "rollout.vllm_generate_batch_size": rollout.vllm_generate_batch_size or rollout.batch_size,
-        "rollout.seeded": seeded,
         "vllm.max_engines": vllm.max_engines or vllm.num_engines,
-        "vllm.dtype": dtype,
-        "vllm.sync_backend": sync_backend,
         "vllm.enable_prefix_caching": caches and not vllm.disable_prefix_caching,
     }
+    if vllm.dtype == "auto":
+        values["vllm.dtype"] = param_dtype
+    if rollout.seeded == "auto":
+        values["rollout.seeded"] = "on"
+        if machine.count_gpus():
+            # on GPUs, seeded sampling is slower and not exactly reproducible
+            values["rollout.seeded"] = "off"
+    if vllm.sync_backend == "nccl" and not machine.count_gpus():
+        values["vllm.sync_backend"] = "gloo"
+    return values
 
 
 class PPOConfig(RLFlags):

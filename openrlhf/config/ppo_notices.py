@@ -59,7 +59,8 @@ def optimizer_notices(config: RLFlags) -> Iterator[str]:
 
 def loss_notices(config: RLFlags) -> Iterator[str]:
     """Yield notices about unusual clip ranges and corrections."""
-    actor, clip = config.actor, config.actor.eps_clip_low_high
+    actor = config.actor
+    clip = config.actor.eps_clip_low_high
     both = {"actor.eps_clip", "actor.eps_clip_low_high"} <= config.given.keys()
     if both and clip != (actor.eps_clip, actor.eps_clip):
         yield "--actor.eps_clip has no effect with --actor.eps_clip_low_high."
@@ -81,7 +82,8 @@ def loss_notices(config: RLFlags) -> Iterator[str]:
 
 def kl_notices(config: RLFlags) -> Iterator[str]:
     """Yield notices about unusual KL settings."""
-    kl, train = config.algo.kl, config.train
+    kl = config.algo.kl
+    train = config.train
     term = "reward"
     if kl.use_loss:
         term = "loss"
@@ -120,7 +122,8 @@ def reward_notices(config: RLFlags) -> Iterator[str]:
 
 def engine_notices(config: RLFlags) -> Iterator[str]:
     """Yield notices about unusual engine and sampling settings."""
-    vllm, rollout = config.vllm, config.rollout
+    vllm = config.vllm
+    rollout = config.rollout
     cuts = rollout.top_p != 1 or rollout.top_k not in (-1, 0)
     if cuts and not rollout.only:
         yield (
@@ -142,13 +145,14 @@ def engine_notices(config: RLFlags) -> Iterator[str]:
 
 def staleness_notices(config: RLFlags) -> Iterator[str]:
     """Yield notices about sample staleness and whether the loss is corrected for it."""
-    train, rollout = config.train, config.rollout
-    at_once = rollout.vllm_generate_batch_size
-    ahead = at_once > rollout.batch_size and not train.async_enable
+    train = config.train
+    rollout = config.rollout
+    several = rollout.vllm_generate_batch_size > rollout.batch_size
+    ahead = several and not train.async_enable
     if ahead and not rollout.only:
         yield (
-            f"--rollout.vllm_generate_batch_size {at_once} generates for more than one step at a "
-            "time: later steps train on samples from older weights."
+            "<rollout.vllm_generate_batch_size> generates for more than one step at a time: later "
+            "steps train on samples from older weights."
         )
     if train.async_enable and train.max_staleness < train.async_queue_size:
         yield "With <train.max_staleness>, the queue (<train.async_queue_size>) can never fill up."

@@ -234,7 +234,8 @@ def batch_violations(config: RLFlags) -> Iterator[str]:
             f"{product} are not a multiple of <train.batch_size>: change one of them so that "
             "every optimizer step is full."
         )
-    ranks, micro = config.data_slices, train.micro_batch_size
+    ranks = config.data_slices
+    micro = train.micro_batch_size
     if train.dynamic_batch_enable:
         micro = 1
     elif samples < rollout.micro_batch_size * ranks:
@@ -251,7 +252,10 @@ def device_violations(config: RLFlags) -> Iterator[str]:
     """Yield violations of the rules for device sharing, engine placement and Ray resources."""
     if config.ds.enable_sleep and config.ds.zero_stage == 0:
         yield "<ds.enable_sleep> needs --ds.zero_stage 1, 2 or 3."
-    yield from _slice_violations(config)
+    for role, group in _used_groups(config).items():
+        ranks = group.num_nodes * group.num_gpus_per_node
+        devices = f"<{role}.num_nodes> x <{role}.num_gpus_per_node>"
+        yield from training_rules.slice_violations(config.ds, ranks, what=devices)
     yield from _training_violations(config)
     yield from _shared_device_violations(config)
     if config.hybrid and not (config.rollout.only or config.rollout.replay_dir):
@@ -269,14 +273,6 @@ def _used_groups(config: RLFlags) -> dict[str, GroupConfig | RewardConfig]:
     if config.reward.models:
         used["reward"] = config.reward
     return used
-
-
-def _slice_violations(config: RLFlags) -> Iterator[str]:
-    """Yield a violation for each role whose processes cannot share sequences and layers evenly."""
-    for role, group in _used_groups(config).items():
-        ranks = group.num_nodes * group.num_gpus_per_node
-        devices = f"<{role}.num_nodes> x <{role}.num_gpus_per_node>"
-        yield from training_rules.slice_violations(config.ds, ranks, what=devices)
 
 
 def _training_violations(config: RLFlags) -> Iterator[str]:

@@ -7,7 +7,7 @@ from typing import Any
 
 from openrlhf.config import rules, sampling_rules
 from openrlhf.config.commands import Command
-from openrlhf.config.flags import Section, Unused, option
+from openrlhf.config.flags import Section, Unused, count, unset
 from openrlhf.config.rollout import (
     FUNCTION,
     PromptConfig,
@@ -21,18 +21,17 @@ from openrlhf.config.rollout import (
 class ScoredDataConfig(PromptConfig):
     """The rows to score."""
 
-    output_key: str | None = option(
-        None, "Column with the response; unset: score the label as if it were a correct response."
+    output_key: str | None = unset(
+        "Column with the response; unset: score the label as if it were a correct response."
     )
-    max_samples: int = option(1000, "Number of rows to score, starting with the first.", ge=1)
-    input_template: str | None = option(None, "Template with {} for the prompt.")
+    max_samples: int = count(1000, "Number of rows to score, starting with the first.")
+    input_template: str | None = unset("Template with {} for the prompt.")
 
 
 class ScoredPolicyConfig(Section):
     """The model that a run would train."""
 
-    model_name_or_path: str | None = option(
-        None,
+    model_name_or_path: str | None = unset(
         "Encode and decode responses with this model's tokenizer and append its eos token, as in "
         "a run; unset: score responses unchanged.",
         holds="model",
@@ -54,7 +53,8 @@ class RewardTestConfig(Command):
     def violations(self) -> Iterator[str]:
         """Yield a sentence for each mistake in this resolved configuration."""
         yield from super().violations()
-        reward, data = self.reward, self.data
+        reward = self.reward
+        data = self.data
         if not reward.remote_url and not reward.verifier:
             yield (
                 "There is no reward to test: set --reward.remote_url (a .py file or a URL) or "

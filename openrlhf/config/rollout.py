@@ -6,7 +6,17 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, ClassVar
 
 from openrlhf.config import machine
-from openrlhf.config.flags import Section, Unused, derived, items, option, required, value_at
+from openrlhf.config.flags import (
+    Section,
+    Unused,
+    count,
+    items,
+    option,
+    required,
+    switch,
+    unset,
+    value_at,
+)
 
 # Phrases for notices about what a flag requires.
 AGENT = "--train.agent_func_path"
@@ -17,40 +27,36 @@ VERIFIER = "--reward.verifier"
 class VLLMConfig(Section):
     """Rollout engines (vLLM)."""
 
-    num_engines: int = option(1, "Number of engines.", ge=1)
-    max_engines: int = derived(
+    num_engines: int = count(1, "Number of engines.")
+    max_engines: int = unset(
         "Maximum number of engines, including those that join later; unset: vllm.num_engines.", ge=1
     )
     max_restarts: int = option(3, "Maximum restarts of an engine before the run fails.", ge=0)
     hang_timeout: float = option(
         600.0, "Restart an engine that has not responded for this many seconds.", ge=1
     )
-    tensor_parallel_size: int = option(
-        1, "Tensor-parallel size: GPUs that each layer of an engine is split across.", ge=1
+    tensor_parallel_size: int = count(
+        1, "Tensor-parallel size: GPUs that each layer of an engine is split across."
     )
-    pipeline_parallel_size: int = option(
-        1, "Pipeline-parallel size: stages that the layers of an engine are split into.", ge=1
+    pipeline_parallel_size: int = count(
+        1, "Pipeline-parallel size: stages that the layers of an engine are split into."
     )
     dtype: str = option(
         "auto", "Data type; auto: ds.param_dtype.", choices=("auto", "fp32", "bf16")
     )
-    quantization: str | None = option(None, "vLLM quantization method, such as fp8.")
+    quantization: str | None = unset("vLLM quantization method, such as fp8.")
     gpu_memory_utilization: float = option(
         0.95, "Fraction of each GPU's memory that an engine may use.", gt=0, le=1
     )
-    enforce_eager: bool = option(False, "Disable CUDA graphs.")
-    enable_prefix_caching: bool = option(
-        False,
+    enforce_eager: bool = switch("Disable CUDA graphs.")
+    enable_prefix_caching: bool = switch(
         "Enable prefix caching; always on with agents or several samples per prompt.",
+        unless="disable_prefix_caching",
     )
-    disable_prefix_caching: bool = option(
-        False, "Disable prefix caching, regardless of other flags."
-    )
-    enable_sleep: bool = option(False, "Free GPU memory between rollouts.")
+    disable_prefix_caching: bool = switch("Disable prefix caching, regardless of other flags.")
+    enable_sleep: bool = switch("Free GPU memory between rollouts.")
     sync_backend: str = option("nccl", "Transport for weight updates; gloo without GPUs.")
-    sync_with_ray: bool = option(
-        False, "No effect: weights are never sent through Ray.", obsolete=True
-    )
+    sync_with_ray: bool = switch("No effect: weights are never sent through Ray.", obsolete=True)
     engine_args: Mapping[str, Any] = option({}, "Additional vLLM engine arguments.", metavar="JSON")
 
     @property
@@ -62,8 +68,6 @@ class VLLMConfig(Section):
         """Yield the flags that have no effect with the current settings."""
         if not machine.count_gpus():
             yield Unused(["gpu_memory_utilization", "enforce_eager"], "without a GPU")
-        if self.disable_prefix_caching:
-            yield Unused(["enable_prefix_caching"], "with --disable_prefix_caching")
 
 
 class RemoteEnginesConfig(Section):
@@ -93,8 +97,8 @@ class RemoteEnginesConfig(Section):
 class SamplingConfig(Section):
     """Sampling."""
 
-    max_new_tokens: int | None = option(
-        None, "Maximum tokens per response; unset: data.max_len minus the prompt.", ge=1
+    max_new_tokens: int | None = unset(
+        "Maximum tokens per response; unset: data.max_len minus the prompt.", ge=1
     )
     temperature: float = option(
         1.0, "Sampling temperature, also applied to log-probabilities.", ge=0, le=2
@@ -110,53 +114,51 @@ class SamplingConfig(Section):
 class RolloutConfig(RemoteEnginesConfig, SamplingConfig):
     """Sampling."""
 
-    batch_size: int = option(1024, "Prompts per iteration.", ge=1)
-    vllm_generate_batch_size: int = derived(
+    batch_size: int = count(1024, "Prompts per iteration.")
+    vllm_generate_batch_size: int = unset(
         "Prompts to generate responses for at once; unset: batch_size.",
         ge=1,
     )
-    micro_batch_size: int = option(1, "Samples per forward pass without gradient.", ge=1)
-    max_tokens_per_gpu: int | None = option(
-        None,
+    micro_batch_size: int = count(
+        1, "Samples per forward pass without gradient.", unless="max_tokens_per_gpu"
+    )
+    max_tokens_per_gpu: int | None = unset(
         "Maximum tokens per forward pass with dynamic batches; unset: same as in training. A "
         "longer sample gets its own pass.",
         ge=1,
     )
-    n_samples_per_prompt: int = option(1, "Responses per prompt.", ge=1)
+    n_samples_per_prompt: int = count(1, "Responses per prompt.")
     seeded: str = option(
         "auto", "Seed each sample; auto: only on CPUs.", choices=("auto", "on", "off")
     )
-    max_turns: int | None = option(None, "Maximum turns per agent episode.", ge=1)
+    max_turns: int | None = unset("Maximum turns per agent episode.", ge=1)
     step_timeout: float = option(600.0, "Time limit in seconds for one agent step.", gt=0)
     episode_timeout: float = option(3600.0, "Time limit in seconds for an entire episode.", gt=0)
-    dump_dir: str | None = option(
-        None,
+    dump_dir: str | None = unset(
         "Write every episode to this folder, one file per step.",
         holds="place",
         writes="episodes",
     )
-    replay_dir: str | None = option(
-        None, "Train on the episodes in this folder, without engines.", holds="place"
+    replay_dir: str | None = unset(
+        "Train on the episodes in this folder, without engines.", holds="place"
     )
-    only: bool = option(False, "Generate and reward samples without training.")
+    only: bool = switch("Generate and reward samples without training.")
 
 
 class RuleConfig(Section):
     """Rewards from a function, server or verifier."""
 
-    remote_url: str | None = option(
-        None,
+    remote_url: str | None = unset(
         "Comma-separated HTTP servers, or a .py file with reward_func.",
         holds="place",
     )
-    verifier: str | None = option(
-        None,
+    verifier: str | None = unset(
         "Built-in check of a response. Expected labels: for math, the answer; for code, tests as "
         "JSON; for format, a regular expression (default: <think> once, then an answer); for "
         "length, a range of words such as 100-200.",
         choices=("math", "code", "format", "length"),
     )
-    batch: bool = option(False, "Call the function once per group of samples.")
+    batch: bool = switch("Call the function once per group of samples.", needs="remote_url")
     max_error_rate: float = option(
         0.1, "Stop the run if a larger fraction of episodes fails.", ge=0, le=1
     )
@@ -166,7 +168,7 @@ class RuleConfig(Section):
         gt=0,
     )
     retries: int = option(5, "Retries after a failed call to a reward server.", ge=0)
-    workers: int = derived(
+    workers: int = unset(
         "Number of processes that run reward and agent code. Default: the number of CPU cores.",
         ge=1,
     )
@@ -194,24 +196,20 @@ class RuleConfig(Section):
         """The HTTP reward servers."""
         return [part for part in self.sources if not part.endswith(".py")]
 
-    def unused(self) -> Iterator[Unused]:
-        """Yield the flags that have no effect with the current settings."""
-        if not self.remote_url:
-            yield Unused(["batch"], "without --remote_url")
-
 
 class RewardConfig(RuleConfig):
     """Rewards."""
 
-    model_name_or_path: str | None = option(
-        None, "Comma-separated reward models; their scores are summed.", holds="model"
+    model_name_or_path: str | None = unset(
+        "Comma-separated reward models; their scores are summed.", holds="model"
     )
-    process_model: str | None = option(
-        None, "Process reward model, which scores the end of each step.", holds="model"
+    process_model: str | None = unset(
+        "Process reward model, which scores the end of each step.", holds="model"
     )
-    step_separator: str = option("\n", "Text that ends each step of an answer.")
-    weights: tuple[float, ...] | None = option(
-        None,
+    step_separator: str = option(
+        "\n", "Text that ends each step of an answer.", needs="process_model"
+    )
+    weights: tuple[float, ...] | None = unset(
         "Weights of the rewards in their sum: one per reward model, then the process model, then "
         "the function, server, verifier or agent; unset: 1 each.",
     )
@@ -221,29 +219,28 @@ class RewardConfig(RuleConfig):
         "reward.max_error_rate. drop: leave them out. A number: use it as their reward.",
         metavar="fail|drop|NUMBER",
     )
-    normalize_enable: bool = option(
-        False,
+    normalize_enable: bool = switch(
         "Normalize rewards and values with the stored mean and standard deviation.",
     )
     clip_range: tuple[float, float] = option(
         (-10.0, 10.0), "Clip an episode's shaped reward to this range."
     )
-    overlong_buffer_len: float | None = option(
-        None,
+    overlong_buffer_len: float | None = unset(
         "Number of tokens before the length limit over which the overlong penalty grows (DAPO).",
         gt=0,
     )
-    overlong_penalty_factor: float = option(1.0, "Maximum overlong penalty.", ge=0)
-    stop_properly_penalty_coef: float | None = option(
-        None,
+    overlong_penalty_factor: float = option(
+        1.0, "Maximum overlong penalty.", ge=0, needs="overlong_buffer_len"
+    )
+    stop_properly_penalty_coef: float | None = unset(
         "For truncated responses: a value from 0 to 1 multiplies the reward, a negative value "
         "replaces it.",
         le=1,
     )
-    offload: bool = option(False, "Keep the reward models in CPU memory between uses.")
-    num_nodes: int = option(1, "Nodes for the reward models.", ge=1)
-    num_gpus_per_node: int = option(
-        8, "GPUs per node; on machines without GPUs, CPU processes per node.", ge=1
+    offload: bool = switch("Keep the reward models in CPU memory between uses.")
+    num_nodes: int = count(1, "Nodes for the reward models.")
+    num_gpus_per_node: int = count(
+        8, "GPUs per node; on machines without GPUs, CPU processes per node."
     )
 
     @property
@@ -263,14 +260,9 @@ class RewardConfig(RuleConfig):
 
     def unused(self) -> Iterator[Unused]:
         """Yield the flags that have no effect with the current settings."""
-        yield from super().unused()
-        if not self.process_model:
-            yield Unused(["step_separator"], "without --process_model")
         if not self.models:
             devices = ["offload", "num_nodes", "num_gpus_per_node"]
             yield Unused(devices, "without --model_name_or_path or --process_model")
-        if not self.overlong_buffer_len:
-            yield Unused(["overlong_penalty_factor"], "without --overlong_buffer_len")
 
 
 class PromptColumns(Section):
@@ -278,7 +270,7 @@ class PromptColumns(Section):
 
     columns: ClassVar = ("input_key", "label_key")  # columns that are read from a row
     input_key: str = option("input", "Column with the prompt, as text or chat.")
-    label_key: str | None = option(None, "Column to pass to the reward function as label.")
+    label_key: str | None = unset("Column to pass to the reward function as label.")
 
 
 class PromptConfig(PromptColumns):
@@ -287,8 +279,8 @@ class PromptConfig(PromptColumns):
     prompt_dataset: str = required(
         "Prompts: comma-separated files, folders or Hub names.", holds="dataset"
     )
-    prompt_probs: str | None = option(
-        None, "Comma-separated probabilities; unset: use the datasets in order."
+    prompt_probs: str | None = unset(
+        "Comma-separated probabilities; unset: use the datasets in order."
     )
     prompt_split: str = option("train", "Split of each dataset; files have a single split.")
 
@@ -306,8 +298,7 @@ class RolePlacement(Section):
 class PlacementConfig(Section):
     """Ray resources per role."""
 
-    cluster: str | None = option(
-        None,
+    cluster: str | None = unset(
         "Plan for this cluster instead of the current one; requires dry_run. If the kind of GPU "
         "is given, as in 2x8xH100-80GB, also plan the GPU memory.",
         metavar="NODESxGPUS",

@@ -16,7 +16,7 @@ from urllib.parse import urlsplit
 
 from openrlhf.config import machine
 from openrlhf.config.effects import unused_flags
-from openrlhf.config.flags import Flag, flags_in, flags_of, items, value_at
+from openrlhf.config.flags import flags_in, flags_of, items, value_at
 from openrlhf.config.shared import DeepSpeedConfig, LoadingConfig
 
 FILE_ENDINGS = (".json", ".jsonl", ".csv", ".tsv", ".parquet", ".arrow")
@@ -87,28 +87,6 @@ def loading_violations(ds: LoadingConfig) -> Iterator[str]:
         )
 
 
-def parallelism_notices(ds: DeepSpeedConfig, given: Mapping[str, Any]) -> Iterator[str]:
-    """Yield a notice if sequences are packed only because the ranks of a ring share them."""
-    if ds.ring_attn_size > 1 and not given.get("ds.packing_samples"):
-        yield "--ds.packing_samples is on: <ds.ring_attn_size> divides packed rows over ranks."
-
-
-def parallelism_violations(ds: DeepSpeedConfig) -> Iterator[str]:
-    """Yield violations of the rules for splitting layers and sequences over ranks."""
-    if ds.tensor_parallel_size == 1:
-        return
-    if ds.load_in_4bit:
-        yield (
-            "<ds.tensor_parallel_size> cannot split 4-bit weights: leave out --ds.load_in_4bit, or "
-            "use --ds.tensor_parallel_size 1."
-        )
-    if ds.lora.rank and ds.lora.dora:
-        yield (
-            "<ds.tensor_parallel_size> cannot split the magnitudes of --ds.lora.dora: leave it "
-            "out, or use --ds.tensor_parallel_size 1."
-        )
-
-
 def machine_values(config: Any) -> dict[str, Any]:
     """Return the values that depend on this machine's devices, keyed by flag path.
 
@@ -127,18 +105,18 @@ def single_process_notices(config: Any) -> Iterator[str]:
     if machine.count_gpus():
         return
     unused = unused_flags(config)
+    size = config.ds.ranks_per_slice
     smallest: list[str] = []
     for path in _sizes_not_given(config):
-        if value_at(config, path) == config.ds.ranks_per_slice and path not in unused:
+        if value_at(config, path) == size and path not in unused:
             smallest.append(f"--{path}")
     if smallest:
-        size = config.ds.ranks_per_slice
         yield f"There is no GPU, so the default is {size} for {', '.join(smallest)}."
 
 
 def _sizes_not_given(config: Any) -> list[str]:
-    sizes = [path for path in flags_of(config.__class__) if path.endswith(".num_gpus_per_node")]
-    return [path for path in sizes if path not in config.given]
+    missing = [path for path in flags_of(config.__class__) if path not in config.given]
+    return [path for path in missing if path.endswith(".num_gpus_per_node")]
 
 
 def sources_exist(config: Any) -> Iterator[str]:
@@ -147,22 +125,27 @@ def sources_exist(config: Any) -> Iterator[str]:
     Dataset scripts are refused.
     """
     for flag, value in flags_in(config):
-        if flag.holds == "model":
-            for path in items(value):
-                yield from _model_exists(flag, path)
-        elif flag.holds == "dataset":
-            for name in items(value):
-                yield from _dataset_exists(flag, name.partition("@")[0])
-
-
-def _model_exists(flag: Flag, path: str) -> Iterator[str]:
-    if os.path.isfile(f"{path}/adapter_config.json"):
-        yield (
-            f"{flag.name} {path} is an adapter: first merge it into its base model with openrlhf "
-            "lora_combiner."
-        )
-    if _is_gone(path):
-        yield f"{flag.name} {path} does not exist on this machine or is not readable by this user."
+        if flag.holds not in ("model", "dataset"):
+            continue
+        for name in items(value):
+            path = name
+            if flag.holds == "dataset":
+                path = name.partition("@")[0]  # the folder of a Hub dataset follows @
+            if flag.holds == "model" and os.path.isfile(f"{path}/adapter_config.json"):
+                yield (
+                    f"{flag.name} {path} is an adapter: first merge it into its base model with "
+                    "openrlhf lora_combiner."
+                )
+            if flag.holds == "dataset" and path.endswith(".py"):
+                yield (
+                    f"{flag.name} {path} is a Python script, which the datasets library no longer "
+                    "runs. Convert the data to parquet or jsonl and pass that file."
+                )
+            elif _is_gone(path):
+                yield (
+                    f"{flag.name} {path} does not exist on this machine or is not readable by this "
+                    "user."
+                )
 
 
 def hub_notices(config: Any) -> Iterator[str]:
@@ -180,16 +163,6 @@ def hub_notices(config: Any) -> Iterator[str]:
                     f"{flag.name} {path} is loaded from the Hub, because the folder does not exist "
                     f"({owner} has {found:.200})."
                 )
-
-
-def _dataset_exists(flag: Flag, path: str) -> Iterator[str]:
-    if path.endswith(".py"):
-        yield (
-            f"{flag.name} {path} is a Python script, which the datasets library no longer runs. "
-            "Convert the data to parquet or jsonl and pass that file."
-        )
-    elif _is_gone(path):
-        yield f"{flag.name} {path} does not exist on this machine or is not readable by this user."
 
 
 def _is_gone(path: str) -> bool:
@@ -246,7 +219,8 @@ def probability_violations(config: Any, datasets: str, probs: str) -> Iterator[s
     Each dataset needs one probability, and the probabilities must sum to 1. `datasets` and `probs`
     are the paths of the flags.
     """
-    count, texts = len(items(value_at(config, datasets))), items(value_at(config, probs))
+    count = len(items(value_at(config, datasets)))
+    texts = items(value_at(config, probs))
     numbers = [float(text) for text in texts if is_number(text)]
     if texts and not (
         len(numbers) == len(texts) == count

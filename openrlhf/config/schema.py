@@ -10,7 +10,6 @@ from typing import Any
 
 from openrlhf.config.effects import unused_flags
 from openrlhf.config.flags import Flag, flags_of
-from openrlhf.config.unsupported import refused_flags
 
 JSON_TYPES = {bool: "boolean", int: "integer", float: "number", str: "string", dict: "object"}
 KEYWORDS = {
@@ -28,15 +27,15 @@ def json_schema(root: type[Any], command: str) -> dict[str, Any]:
     schema["title"] = f"openrlhf {command}"
     defaults = root()
     conditions = unused_flags(defaults)
-    refused = refused_flags(root)
     for flag in flags_of(root).values():
         *sections, leaf = flag.path.split(".")
-        node, section = schema, defaults
+        node = schema
+        section = defaults
         for name in sections:
             section = getattr(section, name)
             node = node["properties"].setdefault(name, _object(section.__doc__))
         described = _property(flag)
-        if flag.path in refused:
+        if flag.not_yet:
             described["description"] += " Not available yet."
         if flag.path in conditions:
             described["x-no-effect"] = conditions[flag.path]

@@ -7,7 +7,7 @@ from typing import Any
 
 from openrlhf.config import shared
 from openrlhf.config.commands import ModelCommand
-from openrlhf.config.flags import Section, option, required
+from openrlhf.config.flags import Section, count, option, required, switch, unset
 
 
 class ServedModelConfig(Section):
@@ -16,8 +16,8 @@ class ServedModelConfig(Section):
     model_name_or_path: str = required(
         "Folder or Hub name of a reward model, with its tokenizer.", holds="model"
     )
-    normalize_enable: bool = option(
-        False, "Normalize rewards with the stored mean and standard deviation."
+    normalize_enable: bool = switch(
+        "Normalize rewards with the stored mean and standard deviation."
     )
 
 
@@ -41,20 +41,19 @@ class ServeConfig(ModelCommand):
         "Side on which texts longer than data.max_len are truncated; the eos token is kept.",
         choices=("left", "right"),
     )
-    batch_size: int | None = option(
-        None, "Maximum texts in a forward pass; unset: limited only by max_batch_tokens.", ge=1
+    batch_size: int | None = unset(
+        "Maximum texts in a forward pass; unset: limited only by max_batch_tokens.", ge=1
     )
-    max_batch_tokens: int = option(
+    max_batch_tokens: int = count(
         16192,
         "Maximum tokens in a forward pass, including padding; unset: at least data.max_len.",
-        ge=1,
     )
     max_batch_wait: float = option(
         0.005,
         "Maximum seconds that an idle model waits for as many requests as in its last batch.",
         ge=0,
     )
-    max_request_texts: int = option(1024, "Maximum texts in a request.", ge=1)
+    max_request_texts: int = count(1024, "Maximum texts in a request.")
     max_request_mib: float = option(16.0, "Maximum size of a request in MiB.", gt=0)
 
     def derived_values(self) -> dict[str, Any]:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from openrlhf.config import choices
-from openrlhf.config.flags import Section, Unused, derived, option, required
+from openrlhf.config.flags import Section, Unused, count, option, required, switch, unset
 
 DTYPES = ("bf16", "fp16", "fp32")
 EXPERTS = ("eager", "batched_mm", "grouped_mm", "deepgemm")
@@ -26,15 +26,14 @@ class CheckpointConfig(Section):
         writes="checkpoints",
     )
     save_steps: int = option(-1, "Steps between checkpoints; -1: none.", ge=-1)
-    save_hf: bool = option(False, "Export a Transformers model with every checkpoint.")
-    export_fp32: bool = option(
-        False,
+    save_hf: bool = switch("Export a Transformers model with every checkpoint.")
+    export_fp32: bool = switch(
         "Export float32 weights for further training (with bf16: the optimizer's master weights).",
     )
-    disable_ds: bool = option(False, "Do not save the training state; the run cannot be resumed.")
-    max_num: int = option(3, "Number of regular checkpoints to keep.", ge=1)
+    disable_ds: bool = switch("Do not save the training state; the run cannot be resumed.")
+    max_num: int = count(3, "Number of regular checkpoints to keep.")
     max_mem: float = option(1e8, "Maximum total size of all checkpoints, in GiB.", gt=0)
-    load_enable: bool = option(False, "Resume from the newest complete checkpoint.")
+    load_enable: bool = switch("Resume from the newest complete checkpoint.")
     best_metric_key: str = option(
         "",
         "Metric of the best checkpoint; lower is better for *loss, *truncated_rate and "
@@ -56,33 +55,26 @@ class CheckpointConfig(Section):
 class WandbConfig(Section):
     """Weights & Biases."""
 
-    key: str | None = option(
-        None,
+    key: str | None = unset(
         "API key, which is never saved. If you are already logged in, pass any text.",
         saved=False,
         secret=True,
     )
-    org: str | None = option(None, "Entity: user or team.")
-    group: str | None = option(None, "Group of runs.")
-    project: str = option("openrlhf", "Project.")
-    run_name: str | None = option(
-        None,
+    org: str | None = unset("Entity: user or team.", needs="key")
+    group: str | None = unset("Group of runs.", needs="key")
+    project: str = option("openrlhf", "Project.", needs="key")
+    run_name: str | None = unset(
         "Name of the run, also in TensorBoard; unset: the last part of run.dir.",
     )
-
-    def unused(self) -> Iterator[Unused]:
-        """Yield the flags that have no effect with the current settings."""
-        if not self.key:
-            yield Unused(["org", "group", "project"], "without --key")
 
 
 class LoggerConfig(Section):
     """Experiment trackers and the logging interval."""
 
-    logging_steps: int = option(1, "Log every N-th step, and every step with a notice.", ge=1)
+    logging_steps: int = count(1, "Log every N-th step, and every step with a notice.")
     wandb: WandbConfig = WandbConfig()
-    tensorboard_dir: str | None = option(
-        None, "Folder for TensorBoard's event files.", holds="place", writes="events"
+    tensorboard_dir: str | None = unset(
+        "Folder for TensorBoard's event files.", holds="place", writes="events"
     )
 
     def unused(self) -> Iterator[Unused]:
@@ -99,25 +91,25 @@ def logger_of(project: str) -> LoggerConfig:
 class RunConfig(Section):
     """Run folder and terminal output."""
 
-    dir: str = derived(
+    dir: str = unset(
         "Run folder; unset: ./runs/<command>-<time>-<process>.", holds="place", writes="run"
     )
-    quiet: bool = option(False, "Print plain lines to the terminal.")
-    json: bool = option(False, "Print one JSON object per step to the terminal.")
+    quiet: bool = switch("Print plain lines to the terminal.")
+    json: bool = switch("Print one JSON object per step to the terminal.")
 
 
 class SeedConfig(Section):
     """Seed."""
 
     seed: int = option(42, "Random seed for data order, initialization and sampling.")
-    full_determinism_enable: bool = option(False, "Use deterministic kernels, which are slower.")
+    full_determinism_enable: bool = switch("Use deterministic kernels, which are slower.")
 
 
 class ProcessConfig(SeedConfig):
     """Seed, agents, timeouts."""
 
-    agent_func_path: str | None = option(
-        None, "A .py file that defines a class AgentExecutor.", holds="place"
+    agent_func_path: str | None = unset(
+        "A .py file that defines a class AgentExecutor.", holds="place"
     )
     setup_timeout: float = option(
         600.0, "Time limit in seconds for devices and models to become ready.", gt=0
@@ -132,27 +124,17 @@ class ProcessConfig(SeedConfig):
 class TrainConfig(SeedConfig):
     """Batches, epochs, seed."""
 
-    batch_size: int = option(
-        128, "Samples (RM, DPO: pairs) per optimizer step, over all ranks.", ge=1
+    batch_size: int = count(128, "Samples (RM, DPO: pairs) per optimizer step, over all ranks.")
+    micro_batch_size: int = count(8, "Samples per forward pass on each rank.")
+    max_epochs: int = count(1, "Number of epochs over the data (RL: over each rollout batch).")
+    max_nonfinite: int = count(
+        3, "Stop the run after this many consecutive steps with a non-finite loss."
     )
-    micro_batch_size: int = option(8, "Samples per forward pass on each rank.", ge=1)
-    max_epochs: int = option(
-        1, "Number of epochs over the data (RL: over each rollout batch).", ge=1
-    )
-    max_nonfinite: int = option(
-        3, "Stop the run after this many consecutive steps with a non-finite loss.", ge=1
-    )
-    enable_ema: bool = option(
-        False,
+    enable_ema: bool = switch(
         "Keep an exponential moving average (EMA) of the weights (RL: of the policy) and "
         "export it. Evaluations use the weights themselves.",
     )
-    ema_beta: float = option(0.992, "Decay of the EMA.", ge=0, lt=1)
-
-    def unused(self) -> Iterator[Unused]:
-        """Yield the flags that have no effect with the current settings."""
-        if not self.enable_ema:
-            yield Unused(["ema_beta"], "without --enable_ema")
+    ema_beta: float = option(0.992, "Decay of the EMA.", ge=0, lt=1, needs="enable_ema")
 
 
 class EvalConfig(Section):
@@ -163,40 +145,30 @@ class EvalConfig(Section):
         "Steps between two evaluations; -1: at the end of each epoch (RL: never).",
         ge=-1,
     )
-    dataset: str | None = option(
-        None, "Comma-separated files, folders or Hub names.", holds="dataset"
+    dataset: str | None = unset("Comma-separated files, folders or Hub names.", holds="dataset")
+    split: str = option(
+        "train", "Split of the dataset; files have a single split.", needs="dataset"
     )
-    split: str = option("train", "Split of the dataset; files have a single split.")
-    patience: int | None = option(
-        None,
+    patience: int | None = unset(
         "Stop after N evaluations without improvement of --ckpt.best_metric_key, and export the "
         "best weights.",
         ge=1,
     )
-
-    def unused(self) -> Iterator[Unused]:
-        """Yield the flags that have no effect with the current settings."""
-        if not self.dataset:
-            yield Unused(["split"], "without --dataset")
 
 
 class LoraConfig(Section):
     """LoRA adapters."""
 
     rank: int = option(0, "LoRA rank; 0: train all weights, without an adapter.", ge=0)
-    alpha: int = option(16, "LoRA alpha: the update is multiplied by alpha / rank.", gt=0)
-    dropout: float = option(0.0, "Dropout before the adapter.", ge=0, lt=1)
-    target_modules: tuple[str, ...] = option(
-        ("all-linear",), "Modules to adapt; all-linear: every linear layer."
+    alpha: int = option(
+        16, "LoRA alpha: the update is multiplied by alpha / rank.", gt=0, needs="rank"
     )
-    rslora: bool = option(False, "Multiply by alpha / sqrt(rank) instead (rsLoRA).")
-    dora: bool = option(False, "Also train the norm of each weight row (DoRA).")
-
-    def unused(self) -> Iterator[Unused]:
-        """Yield the flags that have no effect with the current settings."""
-        if not self.rank:
-            names = ["alpha", "dropout", "target_modules", "rslora", "dora"]
-            yield Unused(names, "without --rank")
+    dropout: float = option(0.0, "Dropout before the adapter.", ge=0, lt=1, needs="rank")
+    target_modules: tuple[str, ...] = option(
+        ("all-linear",), "Modules to adapt; all-linear: every linear layer.", needs="rank"
+    )
+    rslora: bool = switch("Multiply by alpha / sqrt(rank) instead (rsLoRA).", needs="rank")
+    dora: bool = switch("Also train the norm of each weight row (DoRA).", needs="rank")
 
 
 class LoadingConfig(Section):
@@ -207,15 +179,13 @@ class LoadingConfig(Section):
         "flash_attention_2",
         "Attention implementation. The default is FlashAttention 2 if it can run, otherwise sdpa.",
     )
-    experts_implementation: str | None = option(
-        None,
+    experts_implementation: str | None = unset(
         "Kernel for mixture-of-experts layers; unset: the Transformers default.",
         choices=EXPERTS,
         not_yet="leave it out",
     )
-    packing_samples: bool = option(False, "Concatenate samples instead of padding them.")
-    load_in_4bit: bool = option(
-        False,
+    packing_samples: bool = switch("Concatenate samples instead of padding them.")
+    load_in_4bit: bool = switch(
         "QLoRA: store frozen weights in 4 bits (NF4), including those of a teacher and a separate "
         "reference, but not those of reward models in RL.",
     )
@@ -230,46 +200,41 @@ class DeepSpeedConfig(LoadingConfig):
     """DeepSpeed: precision, memory, parallelism."""
 
     zero_stage: int = option(2, "ZeRO stage.", ge=0, le=3)
-    zpg: int = option(
+    zpg: int = count(
         1,
         "Ranks that together keep a second copy of the weights for the backward pass (ZeRO++ hpZ, "
         "stage 3), such as those of a node; 1: no copy.",
-        ge=1,
     )
-    adam_offload: bool = option(
-        False, "Keep the optimizer state in CPU memory and run the optimizer on the CPU."
+    adam_offload: bool = switch(
+        "Keep the optimizer state in CPU memory and run the optimizer on the CPU."
     )
     param_offload: str = option(
         "none", "Where ZeRO 3 stores parameters between uses.", choices=("none", "cpu", "nvme")
     )
-    nvme_path: str | None = option(
-        None,
+    nvme_path: str | None = unset(
         "NVMe folder for offloaded state.",
         holds="place",
         not_yet="use --ds.adam_offload, because DeepSpeed does not restore optimizer state on NVMe "
         "from a checkpoint (docs/devices.md)",
     )
-    use_universal_ckpt: bool = option(
-        False,
+    use_universal_ckpt: bool = switch(
         "Resume with a different number of processes or --ds.tensor_parallel_size, or switch "
         "between ZeRO stages 1 and 2.",
     )
-    grad_accum_dtype: str | None = option(
-        None, "Data type for gradient accumulation; unset: fp32.", choices=DTYPES
+    grad_accum_dtype: str | None = unset(
+        "Data type for gradient accumulation; unset: fp32.", choices=DTYPES
     )
-    overlap_comm: bool = option(False, "Overlap gradient reduction with the backward pass.")
-    deepcompile: bool = option(False, "Use DeepSpeed's DeepCompile.", not_yet=COMPILES_TOO_OFTEN)
-    torch_compile: bool = option(
-        False, "Compile the model with torch.compile.", not_yet=COMPILES_TOO_OFTEN
+    overlap_comm: bool = switch("Overlap gradient reduction with the backward pass.")
+    deepcompile: bool = switch("Use DeepSpeed's DeepCompile.", not_yet=COMPILES_TOO_OFTEN)
+    torch_compile: bool = switch(
+        "Compile the model with torch.compile.", not_yet=COMPILES_TOO_OFTEN
     )
-    tensor_parallel_size: int = option(
-        1, "Tensor-parallel size: ranks that each layer is split across.", ge=1
+    tensor_parallel_size: int = count(
+        1, "Tensor-parallel size: ranks that each layer is split across."
     )
-    ring_attn_size: int = option(
-        1, "Ring attention size: ranks that each sequence is split across.", ge=1
-    )
-    ring_attn_head_stride: int = option(
-        1, "No effect: a ring sends all heads at once.", ge=1, obsolete=True
+    ring_attn_size: int = count(1, "Ring attention size: ranks that each sequence is split across.")
+    ring_attn_head_stride: int = count(
+        1, "No effect: a ring sends all heads at once.", obsolete=True
     )
     lora: LoraConfig = LoraConfig()
 
@@ -319,8 +284,7 @@ class DeepSpeedConfig(LoadingConfig):
 class LMDeepSpeedConfig(DeepSpeedConfig):
     """DeepSpeed and loading of a language model."""
 
-    use_liger_kernel: bool = option(
-        False,
+    use_liger_kernel: bool = switch(
         "Load the model with Liger's fused kernels.",
         not_yet="logits are computed in chunks without it, so leave it out",
     )
@@ -329,34 +293,27 @@ class LMDeepSpeedConfig(DeepSpeedConfig):
 class TokenizerConfig(Section):
     """Tokenizer."""
 
-    disable_fast_tokenizer: bool = option(
-        False, "No effect: each tokenizer has only one implementation.", obsolete=True
+    disable_fast_tokenizer: bool = switch(
+        "No effect: each tokenizer has only one implementation.", obsolete=True
     )
-    max_len: int = option(
-        2048, "Maximum tokens per sample (RL: prompt and response together).", ge=1
-    )
+    max_len: int = count(2048, "Maximum tokens per sample (RL: prompt and response together).")
 
 
 class FormatConfig(TokenizerConfig):
     """Tokenizer and prompt format."""
 
-    input_template: str | None = option(
-        None,
+    input_template: str | None = unset(
         "Template with {} in place of the prompt, for prompts without a chat template.",
+        unless="apply_chat_template",
     )
-    apply_chat_template: bool = option(False, "Render prompts with the tokenizer's chat template.")
-
-    def unused(self) -> Iterator[Unused]:
-        """Yield the flags that have no effect with the current settings."""
-        if self.apply_chat_template:
-            yield Unused(["input_template"], "with --apply_chat_template")
+    apply_chat_template: bool = switch("Render prompts with the tokenizer's chat template.")
 
 
 class DataConfig(FormatConfig):
     """Tokenizer and data."""
 
     dataloader_num_workers: int = option(0, "Worker processes that prepare batches.", ge=0)
-    max_samples: int = option(1_000_000, "Maximum rows of each dataset and of their mixture.", ge=1)
+    max_samples: int = count(1_000_000, "Maximum rows of each dataset and of their mixture.")
     layout: str = option(
         "auto",
         "Row layout. auto: detect it from the columns, unless *_key flags are set. columns: use "
@@ -371,8 +328,8 @@ class DatasetConfig(DataConfig):
     dataset: str = required(
         "Dataset: comma-separated files, folders or Hub names.", holds="dataset"
     )
-    dataset_probs: str | None = option(
-        None, "Comma-separated probabilities; unset: use the datasets in order."
+    dataset_probs: str | None = unset(
+        "Comma-separated probabilities; unset: use the datasets in order."
     )
     dataset_split: str = option("train", "Split of each dataset; files have a single split.")
 
@@ -386,15 +343,13 @@ class EndedTextConfig(Section):
 class OfflineDataConfig(EndedTextConfig, DatasetConfig):
     """Tokenizer, chat template and training data."""
 
-    tokenizer_chat_template: str | None = option(
-        None,
+    tokenizer_chat_template: str | None = unset(
         "Chat template, or a file with one, to use instead of the tokenizer's.",
         holds="place",
     )
 
     def unused(self) -> Iterator[Unused]:
         """Yield the flags that have no effect with the current settings."""
-        yield from super().unused()
         if not (self.apply_chat_template or self.layout in ("auto", "arena")):
             yield Unused(
                 ["tokenizer_chat_template"],
@@ -405,16 +360,16 @@ class OfflineDataConfig(EndedTextConfig, DatasetConfig):
 class GroupConfig(Section):
     """The devices of a role."""
 
-    num_nodes: int = option(1, "Nodes for this role.", ge=1)
-    num_gpus_per_node: int = option(
-        8, "GPUs per node; on machines without GPUs, CPU processes per node.", ge=1
+    num_nodes: int = count(1, "Nodes for this role.")
+    num_gpus_per_node: int = count(
+        8, "GPUs per node; on machines without GPUs, CPU processes per node."
     )
 
 
 class ModelSourceConfig(Section):
     """Model source."""
 
-    trust_remote_code: bool = option(False, "Allow Python code from model repositories to run.")
+    trust_remote_code: bool = switch("Allow Python code from model repositories to run.")
 
 
 class TrainedModelConfig(Section):
@@ -423,35 +378,26 @@ class TrainedModelConfig(Section):
     model_name_or_path: str = required(
         "Folder or Hub name of a model with its tokenizer.", holds="model"
     )
-    gradient_checkpointing_enable: bool = option(
-        False, "Recompute activations to save memory (RL: also in the critic)."
+    gradient_checkpointing_enable: bool = switch(
+        "Recompute activations to save memory (RL: also in the critic)."
     )
-    gradient_checkpointing_reentrant: bool = option(False, "Use reentrant gradient checkpointing.")
-    gradient_checkpointing_every: int = option(
+    gradient_checkpointing_reentrant: bool = switch(
+        "Use reentrant gradient checkpointing.",
+        needs="gradient_checkpointing_enable",
+    )
+    gradient_checkpointing_every: int = count(
         1,
         "Recompute only every N-th layer, which is faster than all layers and takes more memory "
         "(RL: also in the critic).",
-        ge=1,
+        needs="gradient_checkpointing_enable",
     )
-    gradient_checkpointing_offload: bool = option(
-        False, "Keep the inputs of recomputed layers in CPU memory (RL: also in the critic)."
+    gradient_checkpointing_offload: bool = switch(
+        "Keep the inputs of recomputed layers in CPU memory (RL: also in the critic).",
+        needs="gradient_checkpointing_enable",
     )
     aux_loss_coef: float = option(
         0.0, "Weight of the experts' load-balancing loss (RL: also in the critic).", ge=0
     )
-
-    def unused(self) -> Iterator[Unused]:
-        """Yield the flags that have no effect with the current settings."""
-        yield from super().unused()
-        if not self.gradient_checkpointing_enable:
-            yield Unused(
-                [
-                    "gradient_checkpointing_reentrant",
-                    "gradient_checkpointing_every",
-                    "gradient_checkpointing_offload",
-                ],
-                "without --gradient_checkpointing_enable",
-            )
 
 
 class ModelConfig(ModelSourceConfig, TrainedModelConfig):

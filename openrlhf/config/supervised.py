@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterator
 from typing import Any, ClassVar
 
 from openrlhf.config import choices, machine, rules, shared, training_rules
 from openrlhf.config.commands import Root
-from openrlhf.config.flags import Section, Unused, option, required, text_of
+from openrlhf.config.flags import Section, Unused, option, required, switch, text_of, unset
 from openrlhf.config.optimizer import AdamConfig, OptimizerConfig
 
 
@@ -25,12 +26,13 @@ class SupervisedConfig(OptimizerConfig, Root):
         micro-batch.
         """
         of_rank = max(1, self.train.batch_size // self.ds.data_slices(machine.world_size()))
-        micro, template = self.train.micro_batch_size, self.data.tokenizer_chat_template
-        if "train.micro_batch_size" not in self.given:
-            micro = min(micro, of_rank)
+        micro = self.train.micro_batch_size
+        template = self.data.tokenizer_chat_template
+        values = self.unless_given({"train.micro_batch_size": min(micro, of_rank)})
         if rules.is_file(template):
-            template = text_of("--data.tokenizer_chat_template", template)
-        return {"train.micro_batch_size": micro, "data.tokenizer_chat_template": template}
+            text = text_of("--data.tokenizer_chat_template", template)
+            values["data.tokenizer_chat_template"] = text
+        return values
 
     @property
     def _starts_here(self) -> bool:
@@ -38,13 +40,13 @@ class SupervisedConfig(OptimizerConfig, Root):
 
         A dry run or a plan without a launcher describes a run that a launcher will start later.
         """
-        if machine.launched_processes() is None:
-            return not (self.dry_run or machine.only_plans)
-        return True
+        describes_later_run = self.dry_run or machine.only_plans
+        return bool(os.environ.get("WORLD_SIZE")) or not describes_later_run
 
     def notices(self) -> Iterator[str]:
         """Yield notices about this resolved configuration."""
-        micro, default = self.train.micro_batch_size, type(self)().train.micro_batch_size
+        micro = self.train.micro_batch_size
+        default = type(self)().train.micro_batch_size
         if micro != default and "train.micro_batch_size" not in self.given:
             yield f"--train.micro_batch_size is {micro}, each rank's share of <train.batch_size>."
         if not self._starts_here:
@@ -65,16 +67,16 @@ class SupervisedConfig(OptimizerConfig, Root):
             )
         if self._starts_here:
             yield from training_rules.process_violations(self.ds, machine.world_size())
-        ranks, train = self.ds.data_slices(machine.world_size()), self.train
+        processes = machine.world_size()
+        ranks = self.ds.data_slices(processes)
         yield from training_rules.rank_violations(
-            train.batch_size,
+            self.train.batch_size,
             ranks,
-            micro=train.micro_batch_size,
+            micro=self.train.micro_batch_size,
             what=f"the launcher started {ranks}",
         )
-        sharing = ranks * self.ds.ring_attn_size
         yield from training_rules.partition_violations(
-            self.ds, sharing, what=f"the launcher started {machine.world_size()}"
+            self.ds, ranks * self.ds.ring_attn_size, what=f"the launcher started {processes}"
         )
         yield from training_rules.optimizer_violations(self, self.ds)
         yield from rules.probability_violations(self, "data.dataset", "data.dataset_probs")
@@ -83,24 +85,20 @@ class SupervisedConfig(OptimizerConfig, Root):
 class SFTModelConfig(shared.ModelConfig):
     """The model and the targets of the loss."""
 
-    pretrain_mode_enable: bool = option(
-        False, "Pretrain on raw text, with every token as a target."
-    )
+    pretrain_mode_enable: bool = switch("Pretrain on raw text, with every token as a target.")
 
 
 class ResponseDataConfig(shared.OfflineDataConfig):
     """Tokenizer, prompts and responses."""
 
     input_key: str = option("input", "Column with the prompt, as text or chat.")
-    output_key: str | None = option(
-        None, "Column with the response; unset: the last turn of the chat."
-    )
+    output_key: str | None = unset("Column with the response; unset: the last turn of the chat.")
 
 
 class SFTDataConfig(ResponseDataConfig):
     """Tokenizer, prompts or chats, and responses."""
 
-    multiturn: bool = option(False, "Train on every assistant turn of a chat.")
+    multiturn: bool = switch("Train on every assistant turn of a chat.")
 
 
 class SFTConfig(SupervisedConfig):
@@ -121,7 +119,8 @@ class SFTConfig(SupervisedConfig):
 
     def violations(self) -> Iterator[str]:
         """Yield a sentence for each mistake in this resolved configuration."""
-        data, keys = self.data, {"data.input_key", "data.output_key"}
+        data = self.data
+        keys = {"data.input_key", "data.output_key"}
         yield from super().violations()
         if data.multiturn and not data.apply_chat_template and data.layout == "columns":
             yield "--data.multiturn needs --data.apply_chat_template: only a chat has turns."
@@ -153,8 +152,8 @@ class SFTConfig(SupervisedConfig):
 class PairColumns(Section):
     """Columns of pairs."""
 
-    prompt_key: str | None = option(
-        None, "Column with the prompt for both answers; unset: the answers contain it."
+    prompt_key: str | None = unset(
+        "Column with the prompt for both answers; unset: the answers contain it."
     )
     chosen_key: str = option("chosen", "Column with the preferred answer or conversation.")
     rejected_key: str = option("rejected", "Column with the rejected answer or conversation.")
@@ -167,17 +166,16 @@ class PreferenceDataConfig(PairColumns, shared.OfflineDataConfig):
 class ReferenceConfig(Section):
     """The reference model."""
 
-    model_name_or_path: str | None = option(
-        None, "Folder or Hub name; unset: same as the trained model.", holds="model"
+    model_name_or_path: str | None = unset(
+        "Folder or Hub name; unset: same as the trained model.", holds="model"
     )
-    offload: bool = option(False, "Keep the reference in CPU memory between uses.")
+    offload: bool = switch("Keep the reference in CPU memory between uses.")
 
 
 class DPOReferenceConfig(ReferenceConfig):
     """The reference model."""
 
-    precompute: bool = option(
-        False,
+    precompute: bool = switch(
         "Compute the reference's log-probabilities for all rows once before training, and store "
         "them next to the checkpoints.",
     )
@@ -187,7 +185,7 @@ class DPOModelConfig(shared.ModelConfig):
     """The model and the preference loss."""
 
     loss_type: str = option("dpo", "Preference loss.", choices=choices.PREFERENCE_LOSSES)
-    ipo_enable: bool = option(False, "Same as loss_type ipo.")
+    ipo_enable: bool = switch("Same as loss_type ipo.")
     beta: float = option(
         0.1,
         "Strength of the KL constraint to the reference; SimPO: reward scale; ORPO: weight of "
@@ -207,7 +205,6 @@ class DPOModelConfig(shared.ModelConfig):
 
     def unused(self) -> Iterator[Unused]:
         """Yield the flags that have no effect with the current settings."""
-        yield from super().unused()
         if self.loss_type not in ("dpo", "robust"):
             yield Unused(["label_smoothing"], "without --loss_type dpo or robust")
         if self.loss_type != "simpo":
@@ -332,15 +329,15 @@ class KDLossConfig(Section):
         "student must have the same vocabulary.",
         holds="model",
     )
-    teacher_offload: bool = option(False, "Keep the teacher in CPU memory between uses.")
+    teacher_offload: bool = switch("Keep the teacher in CPU memory between uses.")
     coef: float = option(
         0.4,
         "Weight of the distillation loss; the loss on the responses has 1 minus this weight.",
         ge=0,
         le=1,
     )
-    top_k: int | None = option(
-        None, "Number of the teacher's most likely tokens to learn from; unset: all.", ge=1
+    top_k: int | None = unset(
+        "Number of the teacher's most likely tokens to learn from; unset: all.", ge=1
     )
 
     @property
@@ -424,18 +421,14 @@ class RMModelConfig(shared.ModelConfig):
     loss_type: str = option(
         "sigmoid", "Pairwise loss; both names select the same loss.", choices=("sigmoid", "logexp")
     )
-    margin_loss_enable: bool = option(
-        False,
+    margin_loss_enable: bool = switch(
         "Use the column margin as the required reward margin (sigmoid).",
     )
-    compute_fp32_loss_enable: bool = option(
-        False, "No effect: rewards are always float32.", obsolete=True
-    )
-    reinit_head: bool = option(False, "Initialize a new scalar head even if one is stored.")
+    compute_fp32_loss_enable: bool = switch("No effect: rewards are always float32.", obsolete=True)
+    reinit_head: bool = switch("Initialize a new scalar head even if one is stored.")
 
     def unused(self) -> Iterator[Unused]:
         """Yield the flags that have no effect with the current settings."""
-        yield from super().unused()
         if self.loss_type == "logexp":
             yield Unused(["margin_loss_enable"], "with --loss_type logexp")
 

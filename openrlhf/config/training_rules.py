@@ -40,36 +40,31 @@ def weight_violations(ds: DeepSpeedConfig) -> Iterator[str]:
         )
 
 
-def slice_violations(ds: DeepSpeedConfig, processes: int, *, what: str) -> Iterator[str]:
+def process_violations(ds: DeepSpeedConfig, processes: int) -> Iterator[str]:
+    """Yield a violation if launched processes cannot share sequences and layers evenly."""
+    size = ds.ranks_per_slice
+    fix = f"start a multiple of {size} processes, for example with torchrun --nproc_per_node {size}"
+    what = f"The number of processes, {processes},"
+    yield from slice_violations(ds, processes, what=what, fix=fix)
+
+
+def slice_violations(
+    ds: DeepSpeedConfig, processes: int, *, what: str, fix: str = "change one of these numbers"
+) -> Iterator[str]:
     """Yield a violation if the processes cannot share sequences and layers evenly.
 
     `what` describes the origin of `processes`.
     """
-    size = ds.ranks_per_slice
-    if processes % size:
-        yield f"{what} {_not_a_multiple(ds)}: change one of these numbers."
-
-
-def process_violations(ds: DeepSpeedConfig, processes: int) -> Iterator[str]:
-    """Yield a violation if launched processes cannot share sequences and layers evenly."""
-    size = ds.ranks_per_slice
-    if processes % size:
-        yield (
-            f"The number of processes, {processes}, {_not_a_multiple(ds)}: start a multiple of "
-            f"{size} processes, for example with torchrun --nproc_per_node {size}."
-        )
-
-
-def _not_a_multiple(ds: DeepSpeedConfig) -> str:
-    """Name the flags that let several ranks work on the same rows."""
+    if processes % ds.ranks_per_slice == 0:
+        return
     flags: list[str] = []
     if ds.ring_attn_size > 1:
         flags.append(f"--ds.ring_attn_size {ds.ring_attn_size}")
     if ds.tensor_parallel_size > 1:
         flags.append(f"--ds.tensor_parallel_size {ds.tensor_parallel_size}")
-    return (
-        f"is not a multiple of the {ds.ranks_per_slice} ranks that work on the same rows "
-        f"({' x '.join(flags)})"
+    yield (
+        f"{what} is not a multiple of the {ds.ranks_per_slice} ranks that work on the same rows "
+        f"({' x '.join(flags)}): {fix}."
     )
 
 
@@ -188,7 +183,8 @@ def held_out_notices(config: Any, dataset: str, split: str) -> Iterator[str]:
     """Yield a notice if the evaluation data is the training data. `dataset` and `split` are the
     paths of the training data's flags.
     """
-    evaluation, trained = config.eval, value_at(config, dataset)
+    evaluation = config.eval
+    trained = value_at(config, dataset)
     same_split = evaluation.split == value_at(config, split)
     if is_file(trained):
         same_split = True  # a file has only one split

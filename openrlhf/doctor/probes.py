@@ -55,10 +55,7 @@ def probe(
 
 def last_line(text: str) -> str:
     """Return the last line that is not empty, or "" if there is none."""
-    lines = text.strip().splitlines()
-    if not lines:
-        return ""
-    return lines[-1]
+    return text.strip().rpartition("\n")[2]
 
 
 def torch_devices() -> tuple[str, list[tuple[str, int, int]]]:

@@ -9,7 +9,7 @@ from pathlib import Path
 from openrlhf.checks import Finding
 from openrlhf.config import machine
 from openrlhf.doctor.verdict import verdict
-from openrlhf.files import disk_of
+from openrlhf.files import disk_of, existing_part
 from openrlhf.isolation.sandbox import SandboxError, missing_protection
 from openrlhf.units import GIB
 
@@ -62,7 +62,7 @@ def disks() -> Iterator[Finding]:
     }
     for purpose, name in folders.items():
         folder = Path(name).expanduser().absolute()
-        existing = next(each for each in (folder, *folder.parents) if each.exists())
+        existing = existing_part(folder)
         free = disk_of(existing).free / GIB
         seen = f"{free:.0f} GiB for {purpose} in {folder}"
         problem = f": {existing} is not writable or has less than {DISK_GIB} GiB of free space."

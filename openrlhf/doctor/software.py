@@ -28,14 +28,14 @@ OPTIONAL = {
 
 def torch() -> Iterator[Finding]:
     """Check torch, CUDA, NCCL, the driver and each GPU."""
-    gpus, driver = machine.count_gpus(), nvidia_driver()
+    gpus = machine.count_gpus()
+    driver = nvidia_driver()
     fix = f"{STACK} The driver must support the CUDA version of torch and vLLM."
     build, devices = probe("torch", of="torch", fix=fix)
-    seen = build
     if driver:
-        seen = f"{build}, driver {driver}"
+        build += f", driver {driver}"
     problem = f" does not use the {gpus} GPUs of this machine."
-    yield verdict(gpus <= len(devices), seen, problem, fix, fails=True)
+    yield verdict(gpus <= len(devices), build, problem, fix, fails=True)
     for name, free, total in devices:
         seen = f"{name}: {free / GIB:.0f} of {total / GIB:.0f} GiB are free"
         problem = "; other processes use the rest."

@@ -214,9 +214,9 @@ def plan_placement(config: PPOConfig, kind: str) -> Placement:
     groups: list[HostGroup] = []
     for sharing in role_groups(config):
         group = HostGroup(
-            name=sharing.name,
+            name="+".join(sharing.roles),
             roles=sharing.roles,
-            processes=sharing.size.num_nodes * sharing.size.num_gpus_per_node,
+            processes=sharing.processes,
             per_machine=sharing.size.num_gpus_per_node,
             wants=config.placement.wants(sharing.roles),
         )

@@ -147,7 +147,9 @@ def _scoring(config: Any, roles: Sequence[ModelRole], cluster: Cluster, *, token
     for role in roles:
         passes = 1
         if role.name == "policy":
-            passes = int(config.needs_old_policy) + int(config.policy_is_reference)
+            passes = int(config.needs_old_policy)
+            if config.ds.lora.rank and config.algo.kl.init_coef:
+                passes += 1  # the policy without its adapters is the reference
         once = speed.scoring_seconds(role, cluster, tokens=tokens, length=config.data.max_len)
         seconds += passes * once
     return seconds

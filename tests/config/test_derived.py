@@ -10,14 +10,13 @@ from typing import Any
 import pytest
 
 from openrlhf.config import machine
-from openrlhf.config.flags import amend, value_at
+from openrlhf.config.flags import amend, flags_of, value_at
 from openrlhf.config.machine import has_quick_bfloat16  # before conftest.py patches the function
 from openrlhf.config.optimizer import SCHEDULERS
 from openrlhf.config.options import parse_config
 from openrlhf.config.ppo import PPOConfig
 from openrlhf.config.shared import CheckpointConfig
 from openrlhf.config.supervised import SFTConfig
-from openrlhf.config.unsupported import refused_flags
 from tests.config.commands import ROOTS, SMALLEST, parse, ppo, sft, violations
 
 Explicit = frozenset[str]
@@ -459,8 +458,8 @@ def test_min_lr_ratio_has_an_effect_only_in_schedules_with_a_minimum(
 
 
 def test_image_column_has_an_effect_only_with_an_agent(capsys: pytest.CaptureFixture[str]) -> None:
-    assert "data.max_images_per_prompt" in refused_flags(PPOConfig)
-    assert "data.image_key" not in refused_flags(PPOConfig)
+    assert flags_of(PPOConfig)["data.max_images_per_prompt"].not_yet
+    assert not flags_of(PPOConfig)["data.image_key"].not_yet
     ppo("--data.image_key photos")
     assert "--data.image_key: no effect without --train.agent_func_path." in capsys.readouterr().err
 

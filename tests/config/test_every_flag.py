@@ -28,7 +28,7 @@ from openrlhf.config.inference import BatchInferenceConfig, ChatConfig, EngineCo
 from openrlhf.config.optimizer import OptimizerConfig
 from openrlhf.config.ppo import PPOConfig
 from openrlhf.config.supervised import SupervisedConfig
-from openrlhf.config.unsupported import refusals, refused_flags
+from openrlhf.config.unsupported import refusals
 from openrlhf.core.trajectory import Prompt
 from openrlhf.launch import settings
 from openrlhf.launch.start import plan_placement
@@ -312,9 +312,7 @@ def test_every_flag_has_an_effect_or_a_notice_reports_that_the_flag_has_no_effec
     why = reason(notices, path)
     named = re.findall(r"--([\w.]*\w)", why)
     assert [name for name in named if name not in flags_of(COMMANDS[command])] == []
-    if why in ("with this command", FOR_OLDER_SCRIPTS) or (
-        why and path in refused_flags(COMMANDS[command])
-    ):
+    if why in ("with this command", FOR_OLDER_SCRIPTS) or (why and flag.not_yet):
         return  # the flag has no effect in the command, or its feature is not supported yet
     more = enabling(command, flag, line)
     if why and not more:

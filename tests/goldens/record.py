@@ -122,7 +122,7 @@ def make_models(folder: Path) -> None:
     sizes = {**HEADS, "vocab_size": len(character_tokenizer())}
     save_tiny_model(folder / "model", **sizes)
     save_tiny_model(folder / "teacher", seed=5, **sizes)
-    teacher = AutoModelForCausalLM.from_pretrained(folder / "teacher", dtype=torch.float32)
+    teacher: Any = AutoModelForCausalLM.from_pretrained(folder / "teacher", dtype=torch.float32)
     with torch.no_grad():
         teacher.get_output_embeddings().weight.mul_(5)
     teacher.save_pretrained(folder / "teacher")

@@ -61,7 +61,8 @@ def started_engine(folder: Path, **vllm: Any) -> Iterator[Any]:
     ray.init(address="local", num_gpus=gpus, include_dashboard=False)
     try:
         environment = {"env_vars": engine_environment(DEVICE)}
-        engine = ray.remote(RolloutEngine).options(num_gpus=gpus, runtime_env=environment).remote(0)
+        remote: Any = ray.remote(RolloutEngine)
+        engine = remote.options(num_gpus=gpus, runtime_env=environment).remote(0)
         ray.get(engine.start.remote(settings), timeout=240)
         yield engine
     finally:

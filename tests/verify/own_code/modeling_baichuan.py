@@ -26,7 +26,7 @@ class PackedAttention(LlamaAttention):
         del self.q_proj, self.k_proj, self.v_proj
         self.W_pack = nn.Linear(config.hidden_size, 3 * config.hidden_size, bias=False)
 
-    def forward(
+    def forward(  # pyright: ignore[reportIncompatibleMethodOverride]
         self,
         hidden_states: torch.Tensor,
         position_embeddings: tuple[torch.Tensor, torch.Tensor],
