@@ -95,28 +95,22 @@ def bucket_hash(buffer: Tensor) -> int:
     words = buffer.view(torch.int64)
     weights = _hash_weights(words.device)
     while True:
-        words = _hash_blocks(words, weights, BLOCKS_AT_ONCE[words.device.type])
+        words = _hash_blocks(words, weights)
         if len(words) == 1:
             return int(words)
 
 
-def _hash_blocks(words: Tensor, weights: Tensor, blocks_at_once: int) -> Tensor:
-    """Return the weighted sum of each block of `words`; the last block may be shorter.
-
-    `blocks_at_once` does not change the result.
-    """
+def _hash_blocks(words: Tensor, weights: Tensor) -> Tensor:
+    """Return the weighted sum of each block of `words`; the last block may be shorter."""
     sums: list[Tensor] = []
-    for chunk in words.split(blocks_at_once * HASH_BLOCK):
+    for chunk in words.split(BLOCKS_AT_ONCE[words.device.type] * HASH_BLOCK):
         if len(chunk) % HASH_BLOCK or not len(chunk):
             chunk = pad(chunk, (0, HASH_BLOCK - len(chunk) % HASH_BLOCK))
-        sums.append(_weighted_sums(chunk.view(-1, HASH_BLOCK), weights))
+        blocks = chunk.view(-1, HASH_BLOCK)
+        # The shift adds a word's high half to its low half.
+        # In a product modulo 2⁶⁴, a factor's high bits affect only the high bits of the result.
+        sums.append(((blocks + (blocks >> 32)) * weights).sum(dim=1))
     return torch.cat(sums)
-
-
-def _weighted_sums(blocks: Tensor, weights: Tensor) -> Tensor:
-    # The shift adds a word's high half to its low half.
-    # In a product modulo 2⁶⁴, a factor's high bits affect only the high bits of the result.
-    return ((blocks + (blocks >> 32)) * weights).sum(dim=1)
 
 
 @lru_cache(maxsize=8)

@@ -171,8 +171,7 @@ class WeightPublisher:
         """
         try:
             if self.group is None or self.connected != receivers:
-                self.group = self._new_group(receivers)
-                self._connect(self.group, receivers)
+                self._connect(receivers)
             self._send(receivers)
         except BaseException:
             if self.group:
@@ -192,8 +191,8 @@ class WeightPublisher:
         resuming = [engine.call(EngineCalls.resume) for engine in receivers]
         self._wait_for(resuming, "serve the new weights")
 
-    def _new_group(self, receivers: Sequence[EngineProcess]) -> WeightGroup:
-        """Return a new weight group for the senders and all workers of these engines."""
+    def _connect(self, receivers: Sequence[EngineProcess]) -> None:
+        """Let the senders and all workers of these engines join a new weight group."""
         assert self.engines
         workers = self.engines.workers_per_engine
         asked = self.policy.broadcast(PolicyCalls.weight_address)[:1]
@@ -205,7 +204,7 @@ class WeightPublisher:
             for engine in receivers:
                 first = engine.index * workers
                 senders += range(first, first + workers)
-        return WeightGroup(
+        self.group = WeightGroup(
             host=host,
             port=port,
             world_size=len(senders) + len(receivers) * workers,
@@ -214,15 +213,11 @@ class WeightPublisher:
             timeout_s=self.timeout_s,
             senders=tuple(senders),
         )
-
-    def _connect(self, group: WeightGroup, receivers: Sequence[EngineProcess]) -> None:
-        """Let all members join the group."""
-        assert self.engines
         joining: list[Any] = []
         for position, engine in enumerate(receivers):
-            offset = len(group.senders) + position * self.engines.workers_per_engine
-            joining.append(engine.call(EngineCalls.join, group, rank_offset=offset))
-        joining += self.policy.broadcast(PolicyCalls.join_weight_group, group)
+            offset = len(senders) + position * workers
+            joining.append(engine.call(EngineCalls.join, self.group, rank_offset=offset))
+        joining += self.policy.broadcast(PolicyCalls.join_weight_group, self.group)
         self._wait_for(joining, "join the weight group")
         self.connected = receivers
 

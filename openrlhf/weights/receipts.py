@@ -16,8 +16,8 @@ class WorkerReceipt:
     bucket_hashes: tuple[int, ...]  # hashes of the bytes that arrived
     sent_hashes: tuple[int, ...]  # hashes in the sender's message after the last bucket
     loads: dict[str, int]  # tensor name → number of times the model's loader received it
-    unwritten: tuple[str, ...]  # engine layers that lack new values, with counts
-    stale: tuple[str, ...]  # layers that use a stale packed copy of their weights (CPU)
+    unwritten: Sequence[str]  # engine layers that lack new values, with counts
+    stale: Sequence[str]  # layers that use a stale packed copy of their weights (CPU)
 
 
 def verify_receipts(

@@ -83,6 +83,6 @@ class WeightReceiver(Membership):
             bucket_hashes=tuple(delivery.hashes),
             sent_hashes=delivery.sent_hashes,
             loads=dict(delivery.loads),
-            unwritten=tuple(report.unwritten),
-            stale=tuple(report.stale),
+            unwritten=report.unwritten,
+            stale=report.stale,
         )

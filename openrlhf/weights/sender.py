@@ -1,13 +1,13 @@
 """The sender, which is the trainer's half of a publication."""
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable
 from itertools import islice
 
 import torch
 
 from openrlhf.weights.buckets import NamedTensor, bucket_hash, bucket_nbytes, pack
 from openrlhf.weights.manifest import WeightManifest
-from openrlhf.weights.transport import Channel, Membership
+from openrlhf.weights.transport import Membership
 
 
 class WeightSender(Membership):
@@ -21,22 +21,16 @@ class WeightSender(Membership):
         The engines stay paused until a new group sends everything again.
         """
         with self.publishing() as channel:
-            hashes = list(_send_buckets(channel, manifest, iter(tensors)))
+            stream = iter(tensors)
+            buckets = manifest.buckets()
+            largest = max(bucket_nbytes(bucket) for bucket in buckets)
+            buffer = torch.empty(largest, dtype=torch.uint8, device=channel.device)
+            hashes: list[int] = []
+            for bucket in buckets:
+                packed = buffer[: bucket_nbytes(bucket)]
+                pack(bucket, islice(stream, len(bucket)), packed)
+                hashes.append(bucket_hash(packed))
+                channel.send(packed)
+            for name, _ in stream:
+                raise ValueError(f"the model has {name}, which is not in the manifest")
             channel.send(torch.tensor(hashes, device=channel.device).view(torch.uint8))
-
-
-def _send_buckets(
-    channel: Channel, manifest: WeightManifest, stream: Iterator[NamedTensor]
-) -> Iterator[int]:
-    """Send each bucket through the same buffer, and yield its hash."""
-    buckets = manifest.buckets()
-    largest = max(bucket_nbytes(bucket) for bucket in buckets)
-    buffer = torch.empty(largest, dtype=torch.uint8, device=channel.device)
-    for bucket in buckets:
-        packed = buffer[: bucket_nbytes(bucket)]
-        pack(bucket, islice(stream, len(bucket)), packed)
-        yield bucket_hash(packed)
-        channel.send(packed)
-    extra = next(stream, None)
-    if extra is not None:
-        raise ValueError(f"the model has {extra[0]}, which is not in the manifest")
