@@ -15,7 +15,7 @@ LEVELS = {
     room: level
     for level, rooms in enumerate(
         (
-            ("masking", "units"),
+            ("event_loop", "masking", "units"),
             ("reporting",),
             ("config", "core", "files", "locks", "ring", "termination"),
             ("algorithms", "checks", "layer_plan", "observability", "planning", "rendezvous"),
@@ -58,6 +58,7 @@ STANDARD_LIBRARY_ONLY = [
     "checks",
     "config*",
     "core.trajectory",
+    "event_loop",
     "locks",
     "masking",
     "planning*",

@@ -10,7 +10,6 @@ not support URLs with query parameters, and importing it takes 0.8 s of CPU time
 import asyncio
 import json
 import os
-import threading
 from collections.abc import Coroutine, Mapping, Sequence
 from concurrent.futures import Future
 from contextlib import suppress
@@ -18,6 +17,7 @@ from functools import cache
 from typing import Any, TypeVar
 
 from openrlhf.config.rollout import RemoteEnginesConfig, RuleConfig
+from openrlhf.event_loop import EventLoopThread
 from openrlhf.rewards.servers import HTTPServers, ServerError
 
 FLAG = "--rollout.remote_engines"
@@ -151,13 +151,11 @@ def _engine(
 
 
 @cache
-def _loop(process: int) -> asyncio.AbstractEventLoop:
-    """Return a process's event loop for requests; the loop runs in its own thread."""
-    loop = asyncio.new_event_loop()
-    threading.Thread(target=loop.run_forever, name="remote engines", daemon=True).start()
-    return loop
+def _loop(process: int) -> EventLoopThread:
+    """Return a process's event loop for requests."""
+    return EventLoopThread("remote engines")
 
 
 def in_background(asked: Coroutine[Any, Any, T]) -> Future[T]:
     """Run a coroutine in the process's event loop for requests."""
-    return asyncio.run_coroutine_threadsafe(asked, _loop(os.getpid()))
+    return _loop(os.getpid()).submit(asked)

@@ -1,12 +1,12 @@
-"""An event loop in its own thread, which runs asynchronous generation for synchronous code."""
+"""Runs asynchronous generation for synchronous code."""
 
 import asyncio
-import threading
 from collections.abc import AsyncGenerator, Coroutine, Iterator
 from contextlib import suppress
 from typing import Any, TypeVar
 
 from openrlhf.config.flags import UserError
+from openrlhf.event_loop import EventLoopThread
 
 T = TypeVar("T")
 CLOSE_TIMEOUT_S = 60.0  # time allowed for cancelled samples to finish
@@ -26,15 +26,8 @@ class RolloutError(UserError, RuntimeError):
     """Error for generation that failed or timed out."""
 
 
-class BackgroundLoop:
+class BackgroundLoop(EventLoopThread):
     """One event loop that runs coroutines for synchronous code: generation and rewards."""
-
-    def __init__(self) -> None:
-        self._loop = asyncio.new_event_loop()
-        self._thread = threading.Thread(
-            target=self._loop.run_forever, name="rollout-loop", daemon=True
-        )
-        self._thread.start()
 
     def run(
         self,
@@ -49,7 +42,7 @@ class BackgroundLoop:
         `doing` completes the message "the run did not <doing> within …", and `hint` says what to
         do. Raises RolloutError if `work` takes longer than `timeout_s` seconds.
         """
-        future = asyncio.run_coroutine_threadsafe(asyncio.wait_for(work, timeout_s), self._loop)
+        future = self.submit(asyncio.wait_for(work, timeout_s))
         try:
             return future.result()
         except TimeoutError as error:
@@ -74,8 +67,3 @@ class BackgroundLoop:
         finally:
             with suppress(RuntimeError):  # the stream is still being cancelled after Ctrl-C
                 self.run(stream.aclose(), CLOSE_TIMEOUT_S, doing=CANCEL, hint="")
-
-    def close(self) -> None:
-        """Stop the loop and its thread."""
-        self._loop.call_soon_threadsafe(self._loop.stop)
-        self._thread.join(timeout=5)
