@@ -58,7 +58,7 @@ class UserCall:
     total_seconds: float | None = None  # time limit that includes waiting for answers
     total_limit: str = ""
     answer: Callable[[int, Any], Awaitable[Any]] | None = None
-    asked: list[Asked] = field(default_factory=list[Asked], compare=False)
+    asked: list[Asked] = field(default_factory=list, compare=False)
 
 
 @dataclass(frozen=True, kw_only=True)

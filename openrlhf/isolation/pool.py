@@ -11,13 +11,13 @@ alone in a process, because any of them may be at fault and may end that process
 
 import asyncio
 import os
-import threading
 from collections.abc import Coroutine, Sequence
 from concurrent.futures import Future
 from dataclasses import replace
 from pathlib import Path
-from typing import Any, Self, TypeVar
+from typing import Any, TypeVar
 
+from openrlhf.event_loop import EventLoopThread
 from openrlhf.isolation.call import Asked, Limits, ProcessLost, UserCall, UserCodeError
 from openrlhf.isolation.process import UserProcess, log_size
 from openrlhf.reporting import warn_once
@@ -64,11 +64,7 @@ class ProcessPool:
             log_dir and log_dir / f"{name}-alone",
         )
         self._closed = False
-        self._loop = asyncio.new_event_loop()
-        self._thread = threading.Thread(
-            target=self._loop.run_forever, name=f"{name} processes", daemon=True
-        )
-        self._thread.start()
+        self._loop = EventLoopThread(f"{name} processes")
         logs = [log for log in (*self._shared.logs, *self._alone.logs) if log]
         self._keeping_short = self._submit(_keep_short(logs))
 
@@ -119,7 +115,7 @@ class ProcessPool:
         if self._closed:
             work.close()
             raise UserCodeError("the pool of processes was closed")
-        return asyncio.run_coroutine_threadsafe(work, self._loop)
+        return self._loop.submit(work)
 
     def close(self) -> None:
         """Kill every process; running and queued calls raise UserCodeError."""
@@ -128,8 +124,6 @@ class ProcessPool:
         ending = self._submit(self._close())
         self._closed = True
         ending.result()
-        self._loop.call_soon_threadsafe(self._loop.stop)
-        self._thread.join()
         self._loop.close()
 
     async def _close(self) -> None:
@@ -138,12 +132,6 @@ class ProcessPool:
         # calls that have not yet raised their errors
         calls = asyncio.all_tasks() - {asyncio.current_task()}
         await asyncio.gather(*calls, return_exceptions=True)
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self.close()
 
 
 def loading(name: str, target: str, *args: Any, seconds: float, limit: str) -> UserCall:
@@ -199,7 +187,7 @@ class _Processes:
         if self._closed:
             raise self._closed
         process = min(self._processes, key=lambda each: (each.calls_given, not each.started))
-        if process.usable:
+        if not process.retiring:
             return process
         return self._replace(process)
 
@@ -211,7 +199,7 @@ class _Processes:
 
     def _renew(self, process: UserProcess, setup: UserCall) -> None:
         """Replace a process that has ended, so that the next call need not wait for `setup`."""
-        if process in self._processes and not process.usable and not self._closed:
+        if process in self._processes and process.retiring and not self._closed:
             self._replace(process).load_once(setup)
 
     async def close(self) -> None:

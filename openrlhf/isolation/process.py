@@ -52,7 +52,8 @@ class UserProcess:
     def __init__(self, limits: Limits, log: Path | None) -> None:
         self.limits, self.log = limits, log
         self.calls_given = 0
-        # A late call in this process may have left hanging threads, so accept no further calls.
+        # True if the process accepts no further calls: it is ending, or a late call may have left
+        # hanging threads.
         self.retiring = False
         self.loads: dict[UserCall, asyncio.Task[Any]] = {}
         self.process: subprocess.Popen[bytes] | None = None
@@ -65,14 +66,9 @@ class UserProcess:
         self.gone = False
 
     @property
-    def usable(self) -> bool:
-        """True if the process accepts calls."""
-        return not (self.retiring or self.gone)
-
-    @property
     def started(self) -> bool:
         """True if the process is running and accepts calls."""
-        return self.process is not None and self.usable
+        return self.process is not None and not self.retiring
 
     async def run(self, call: UserCall, setup: UserCall) -> Any:
         """Run `setup` once, then `call`, and return the result of `call`.
@@ -207,7 +203,6 @@ class UserProcess:
 
     def _cancel(self, running: _Running) -> None:
         if self.limits.at_once == 1:  # a call that blocks must not delay the next call
-            self.retiring = True
             self.cut()
         else:
             self._write(kind="cancel", call=running.number)
@@ -326,6 +321,7 @@ class UserProcess:
 
         `_listen` then fails the remaining calls.
         """
+        self.retiring = True
         if self.process and self.process.stdin and not self.process.stdin.closed:
             self.process.stdin.close()
             # A process forked here may hold the pipe open, so closing it may not be enough.
@@ -337,7 +333,7 @@ class UserProcess:
 
     async def close(self, why: UserCodeError) -> None:
         """Kill the process and wait until it has ended. The process's running calls raise `why`."""
-        self._ending, self.retiring = why, True
+        self._ending = why
         if self._connected:
             with suppress(UserCodeError):
                 await asyncio.shield(self._connected)

@@ -67,7 +67,7 @@ class Program:
         self._channel, self._process = channel, os.getpid()
         self.loop = asyncio.new_event_loop()
         # Calls to run; None means that the pool disconnected.
-        self._incoming = asyncio.Queue[dict[str, Any] | None]()
+        self._incoming: asyncio.Queue[dict[str, Any] | None] = asyncio.Queue()
         self._tasks: dict[int, asyncio.Task[None]] = {}
         self._answers: dict[int, asyncio.Future[Any]] = {}
         self._questions = itertools.count()

@@ -1,7 +1,7 @@
 """The reward selected by the flags: a function, a verifier or HTTP servers."""
 
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import closing, contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -31,9 +31,8 @@ def reward_of(
     if reward.urls:
         yield HTTPReward(reward)
     elif reward.function_path or reward.verifier:
-        with ProcessPool(
-            workers or reward.workers, memory_gib=reward.memory_gib, log_dir=log_dir
-        ) as pool:
+        pool = ProcessPool(workers or reward.workers, memory_gib=reward.memory_gib, log_dir=log_dir)
+        with closing(pool):
             if reward.verifier:
                 yield VerifierReward(reward, pool)
             else:

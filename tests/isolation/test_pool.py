@@ -12,6 +12,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import closing
 from pathlib import Path
 
 import pytest
@@ -34,7 +35,7 @@ def logs(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def pool(logs: Path) -> Iterator[ProcessPool]:
-    with ProcessPool(2, memory_gib=0.25, log_dir=logs) as pool:
+    with closing(ProcessPool(2, memory_gib=0.25, log_dir=logs)) as pool:
         yield pool
 
 
@@ -74,7 +75,7 @@ def test_call_that_finishes_in_time_succeeds_even_if_the_event_loop_is_blocked(
         time.sleep(2)
         return await calling
 
-    with ProcessPool(1, log_dir=tmp_path) as pool:
+    with closing(ProcessPool(1, log_dir=tmp_path)) as pool:
         asyncio.run(pool.check(TROUBLE + "nap"))
         assert isinstance(asyncio.run(busy(pool)), int)
 
@@ -90,12 +91,12 @@ def test_function_of_an_installed_package_can_be_called(pool: ProcessPool):
 
 
 def test_async_functions_of_a_process_share_one_event_loop():
-    with ProcessPool(1) as single:
+    with closing(ProcessPool(1)) as single:
         assert call(single, "loop_stays") and call(single, "loop_stays")
 
 
 def test_file_is_loaded_only_once_and_can_import_from_its_folder():
-    with ProcessPool(1) as single:
+    with closing(ProcessPool(1)) as single:
         assert [call(single, "count") for _ in range(3)] == [1, 2, 3]
         exact = f"{FILES / 'exact.py'}:reward_func"
         assert call(single, exact, ["2+2= 4"], ["2+2="], ["4"])["rewards"] == [1.0]
@@ -128,7 +129,7 @@ def test_tensors_and_arrays_are_returned_as_plain_numbers(tmp_path: Path):
         "            numpy.arange(2), torch.tensor([0.25], dtype=torch.bfloat16),\n"
         "            {numpy.str_('a'): numpy.bool_(1)}]\n"
     )
-    with ProcessPool(1) as pool:
+    with closing(ProcessPool(1)) as pool:
         answer = call(pool, f"{file}:all_kinds")
     assert answer == [[1], 2, 0.5, [0, 1], [0.25], {"a": True}]
 
@@ -259,7 +260,7 @@ def test_check_returns_the_parameters_of_a_function(pool: ProcessPool):
 def test_loading_has_its_own_deadline(tmp_path: Path):
     file = tmp_path / "slow.py"
     file.write_text("import time\ntime.sleep(1)\ndef f(): return 'loaded'\n")
-    with ProcessPool(1) as patient:
+    with closing(ProcessPool(1)) as patient:
         assert call(patient, f"{file}:f", timeout=0.5) == "loaded"
 
 
@@ -271,7 +272,7 @@ def test_file_that_hangs_on_load_is_reported_and_killed_at_the_time_limit(
     file = tmp_path / "hangs.py"
     file.write_text("import time\ntime.sleep(1000)\n")
     with (
-        ProcessPool(1, log_dir=tmp_path) as pool,
+        closing(ProcessPool(1, log_dir=tmp_path)) as pool,
         pytest.raises(UserCodeError, match=r"hangs.py:f took more than 2 s(\n|.)*line 2 in"),
     ):
         asyncio.run(pool.check(f"{file}:f"))
@@ -283,7 +284,7 @@ def test_replacement_process_loads_the_file_before_the_next_call(tmp_path: Path)
     file.write_text(
         f"open({str(tmp_path / 'loads')!r}, 'a').write('x')\ndef f(): import os; os._exit(1)\n"
     )
-    with ProcessPool(1) as pool:
+    with closing(ProcessPool(1)) as pool:
         asyncio.run(pool.check(f"{file}:f"))
         with pytest.raises(UserCodeError):
             call(pool, f"{file}:f")
@@ -298,19 +299,19 @@ def test_replacement_process_that_loads_several_functions_returns_each_calls_own
             await pool.call(TROUBLE + "leave_at_once", timeout=PATIENCE)
         return await pool.call(TROUBLE + "count", timeout=PATIENCE)
 
-    with ProcessPool(1) as pool:
+    with closing(ProcessPool(1)) as pool:
         assert asyncio.run(die_and_go_on(pool)) == 1
 
 
 def test_fork_made_by_user_code_sends_no_results():
-    with ProcessPool(1) as pool:
+    with closing(ProcessPool(1)) as pool:
         assert [call(pool, "fork_and_return") for _ in range(5)] == [1, 2, 3, 4, 5]
 
 
 def test_fork_bomb_that_leaves_its_session_is_limited_and_fully_killed(tmp_path: Path):
     """The fork bomb also limits itself: a copy that cannot fork sleeps, and every copy exits."""
     pids = tmp_path / "pids"
-    with ProcessPool(1) as pool:
+    with closing(ProcessPool(1)) as pool:
         with pytest.raises(UserCodeError) as caught:
             call(pool, "fork_bomb", str(pids), timeout=3)
         assert caught.value.failure is Failure.TIMEOUT
@@ -324,7 +325,7 @@ def test_fork_bomb_that_leaves_its_session_is_limited_and_fully_killed(tmp_path:
 
 def test_call_cannot_start_more_processes_than_the_limit():
     """The limit also applies to root, whose processes the kernel would not limit."""
-    with ProcessPool(1) as pool:
+    with closing(ProcessPool(1)) as pool:
         assert call(pool, "fork_until_refused", PROCESSES + 10) < PROCESSES
 
 
@@ -333,7 +334,7 @@ def test_user_process_started_by_root_has_another_uid_but_keeps_roots_file_acces
     secret = tmp_path / "secret"
     secret.write_text("root's")
     secret.chmod(0o600)
-    with ProcessPool(1) as pool:
+    with closing(ProcessPool(1)) as pool:
         user, read, owner = call(pool, "use_files", str(secret), str(tmp_path / "new"))
     assert user != 0
     assert (read, owner) == ("root's", 0)
@@ -352,7 +353,7 @@ def test_waiting_for_a_process_does_not_count_against_the_deadline():
     async def queue_up() -> list[int]:
         return await asyncio.gather(*(pool.call(TROUBLE + "nap", 2, timeout=6.0) for _ in range(4)))
 
-    with ProcessPool(1) as pool:
+    with closing(ProcessPool(1)) as pool:
         assert len(asyncio.run(queue_up())) == 4
 
 
@@ -400,18 +401,18 @@ def test_cancelling_a_queued_call_does_not_lose_a_process():
         assert await waiting[1] == await waiting[2] == await running
         return await pool.call(TROUBLE + "process", timeout=PATIENCE)
 
-    with ProcessPool(1) as pool:
+    with closing(ProcessPool(1)) as pool:
         asyncio.run(busy())
 
 
 def test_process_killed_between_calls_is_replaced_without_an_error():
-    with ProcessPool(1) as pool:
+    with closing(ProcessPool(1)) as pool:
         first = call(pool, "process")
         os.kill(first, signal.SIGKILL)
         # A call that is made before the pool notices the death would be blamed for killing the
         # process.
         [process] = pool._shared._processes
-        assert becomes_true(lambda: not running(first) and not process.usable)
+        assert becomes_true(lambda: not running(first) and process.retiring)
         assert call(pool, "process") != first
 
 
@@ -441,7 +442,7 @@ def test_close_kills_all_processes_and_fails_all_calls(tmp_path: Path):
 
 
 def test_process_full_of_leaked_children_is_replaced_and_the_error_names_the_limit():
-    with ProcessPool(1) as pool:
+    with closing(ProcessPool(1)) as pool:
         first = call(pool, "leak", PROCESSES // 2)
         with pytest.raises(
             UserCodeError, match="reached the limit of 512 processes and threads"
@@ -452,7 +453,7 @@ def test_process_full_of_leaked_children_is_replaced_and_the_error_names_the_lim
 
 
 def test_blocking_io_error_from_a_pipe_is_not_mistaken_for_the_process_limit():
-    with ProcessPool(1) as pool:
+    with closing(ProcessPool(1)) as pool:
         process = call(pool, "process")
         with pytest.raises(UserCodeError, match="BlockingIOError") as caught:
             call(pool, "read_an_empty_pipe")
@@ -465,7 +466,7 @@ def test_oversized_log_keeps_its_beginning_and_end(tmp_path: Path, monkeypatch: 
     monkeypatch.setattr(pool_module, "LOG_KEPT", 100_000)
     monkeypatch.setattr(pool_module, "LOG_SECONDS", 0.01)
     log = tmp_path / "user-0.log"
-    with ProcessPool(1, log_dir=tmp_path) as pool:
+    with closing(ProcessPool(1, log_dir=tmp_path)) as pool:
         for part in range(4):
             call(pool, "babble", part, 300_000)
             assert becomes_true(lambda: log.stat().st_size <= 400_000)
@@ -487,14 +488,14 @@ def test_oversized_log_keeps_its_beginning_and_end(tmp_path: Path, monkeypatch: 
 def test_code_that_stops_or_kills_its_own_processes_is_killed(
     name: str, failure: Failure, tmp_path: Path
 ) -> None:
-    with ProcessPool(1, log_dir=tmp_path) as own, pytest.raises(UserCodeError) as raised:
+    with closing(ProcessPool(1, log_dir=tmp_path)) as own, pytest.raises(UserCodeError) as raised:
         call(own, name, timeout=2.0)
     assert raised.value.failure is failure
 
 
 def test_daemon_is_killed_even_if_user_code_kills_its_own_process_group(tmp_path: Path) -> None:
     pids = tmp_path / "pids"
-    with ProcessPool(1, log_dir=tmp_path) as own, pytest.raises(UserCodeError):
+    with closing(ProcessPool(1, log_dir=tmp_path)) as own, pytest.raises(UserCodeError):
         call(own, "leave_a_daemon_and_kill_my_group", str(pids))
     assert becomes_true(lambda: not running(int(pids.read_text())))
 
@@ -502,13 +503,13 @@ def test_daemon_is_killed_even_if_user_code_kills_its_own_process_group(tmp_path
 def test_finished_background_processes_do_not_count_toward_the_limit(
     tmp_path: Path,
 ) -> None:
-    with ProcessPool(1, log_dir=tmp_path) as own:
+    with closing(ProcessPool(1, log_dir=tmp_path)) as own:
         assert call(own, "start_in_background", PROCESSES + 100) == PROCESSES + 100
 
 
 def test_hanging_call_is_killed_even_if_a_fork_of_the_caller_is_running(tmp_path: Path) -> None:
     """A fork, such as a data loader worker, inherits the pipe whose closing ends the process."""
-    with ProcessPool(1, log_dir=tmp_path) as own:
+    with closing(ProcessPool(1, log_dir=tmp_path)) as own:
         assert call(own, "echo")
         if (beside := os.fork()) == 0:
             time.sleep(1000)

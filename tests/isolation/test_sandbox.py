@@ -11,6 +11,7 @@ import subprocess
 import sys
 import tempfile
 import time
+from contextlib import closing
 from pathlib import Path
 
 import pytest
@@ -323,7 +324,7 @@ def test_sandbox_works_inside_a_confined_user_process(tmp_path: Path) -> None:
         "from openrlhf.utils import run_program\n"
         f"def run():\n    return run_program({program!r}, 'nested', seconds={SECONDS}).output\n"
     )
-    with ProcessPool(1) as pool:
+    with closing(ProcessPool(1)) as pool:
         assert asyncio.run(pool.call(f"{file}:run", timeout=30)) == "nested [] True\n"
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 from collections.abc import Iterator
+from contextlib import closing
 from typing import Any
 
 import pytest
@@ -226,7 +227,7 @@ def test_code_label_without_tests_raises_an_error(label: str, said: str) -> None
 
 @pytest.fixture(scope="module")
 def pool() -> Iterator[ProcessPool]:
-    with ProcessPool(1, memory_gib=2) as pool:
+    with closing(ProcessPool(1, memory_gib=2)) as pool:
         yield pool
 
 

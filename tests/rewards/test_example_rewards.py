@@ -6,6 +6,7 @@ import asyncio
 import json
 import re
 from collections.abc import Iterator
+from contextlib import closing
 from pathlib import Path
 
 import pytest
@@ -22,7 +23,7 @@ SQUARES = json.dumps({"inputs": ["2\n", "3\n"], "outputs": ["4\n", "9\n"]})
 
 @pytest.fixture(scope="module")
 def pool() -> Iterator[ProcessPool]:
-    with ProcessPool(1, memory_gib=2) as pool:
+    with closing(ProcessPool(1, memory_gib=2)) as pool:
         yield pool
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Iterator
+from contextlib import closing
 from pathlib import Path
 
 import pytest
@@ -22,7 +23,7 @@ LABELS = ["2", "4", "6"]
 
 @pytest.fixture(scope="module")
 def pool() -> Iterator[ProcessPool]:
-    with ProcessPool(1) as pool:
+    with closing(ProcessPool(1)) as pool:
         yield pool
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Iterator
+from contextlib import closing
 from pathlib import Path
 from typing import Any
 
@@ -49,7 +50,7 @@ def server(served: OpenAIServer) -> OpenAIServer:
 
 @pytest.fixture(scope="module")
 def pool(served: OpenAIServer) -> Iterator[ProcessPool]:
-    with ProcessPool(1, memory_gib=1) as pool:
+    with closing(ProcessPool(1, memory_gib=1)) as pool:
         yield pool
 
 

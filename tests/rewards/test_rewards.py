@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Iterator
+from contextlib import closing
 from pathlib import Path
 from typing import Any
 
@@ -25,7 +26,7 @@ FILES = Path(__file__).parent / "reward_files"
 
 @pytest.fixture(scope="module")
 def pool() -> Iterator[ProcessPool]:
-    with ProcessPool(2, memory_gib=2) as pool:
+    with closing(ProcessPool(2, memory_gib=2)) as pool:
         yield pool
 
 
