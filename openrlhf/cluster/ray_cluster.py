@@ -31,7 +31,7 @@ from openrlhf.cluster.placement import (
     PlacementError,
     Places,
 )
-from openrlhf.cluster.ray_watch import LostRay, RayProcess, RayWatch
+from openrlhf.cluster.ray_watch import RayProcess, RayWatch
 from openrlhf.config import machine
 from openrlhf.config.flags import UserError
 
@@ -67,7 +67,7 @@ STARTED_BY = "OPENRLHF_RAY_STARTED_BY"
 
 
 @contextmanager
-def ray_cluster(plan: Placement, on_loss: Callable[[LostRay], None]) -> Iterator[None]:
+def ray_cluster(plan: Placement, on_loss: Callable[[RayProcess], None]) -> Iterator[None]:
     """Run the block in a Ray cluster.
 
     Join the cluster at RAY_ADDRESS, the Ray job's cluster, or the cluster that `ray start` has
@@ -95,7 +95,7 @@ def ray_cluster(plan: Placement, on_loss: Callable[[LostRay], None]) -> Iterator
                 shutil.rmtree(session, ignore_errors=True)
 
 
-def _watch(on_loss: Callable[[LostRay], None], *, own: bool) -> RayWatch:
+def _watch(on_loss: Callable[[RayProcess], None], *, own: bool) -> RayWatch:
     """Watch the control store and this machine's raylet."""
     context = ray.get_runtime_context()
     patience_s = 0.0 if own else JOINED_PATIENCE_S

@@ -38,15 +38,9 @@ class RayProcess:
     own: bool  # True if this process started Ray
     patience_s: float = 0.0  # time that a restart of the process may take
 
-
-@dataclass(frozen=True)
-class LostRay:
-    """A Ray process that has died."""
-
-    name: str
-    own: bool  # True if this process started Ray
-
-    def __str__(self) -> str:
+    @property
+    def death(self) -> str:
+        """The sentence that reports the death of the process."""
         return f"Ray's {self.name} has died."
 
 
@@ -56,7 +50,9 @@ class RayWatch:
     After the call, Ray must not be used.
     """
 
-    def __init__(self, processes: Sequence[RayProcess], on_loss: Callable[[LostRay], None]) -> None:
+    def __init__(
+        self, processes: Sequence[RayProcess], on_loss: Callable[[RayProcess], None]
+    ) -> None:
         self._on_loss = on_loss
         self._changing = threading.Lock()
         self._closed = threading.Event()
@@ -93,7 +89,7 @@ class RayWatch:
             if self._lost or self._closed.is_set():
                 return
             self._lost = True
-        self._on_loss(LostRay(process.name, process.own))
+        self._on_loss(process)
 
 
 def _hold_connection(address: tuple[str, int]) -> bool:

@@ -16,7 +16,7 @@ from typing import NoReturn
 
 from openrlhf import termination
 from openrlhf.cluster.ray_cluster import kill_started_ray
-from openrlhf.cluster.ray_watch import LostRay
+from openrlhf.cluster.ray_watch import RayProcess
 from openrlhf.isolation.confinement import killed_some
 from openrlhf.reporting import alert
 
@@ -38,7 +38,7 @@ class RayLoss:
     def __init__(
         self,
         advice: Callable[[], str] = lambda: "Start the command again.",
-        restart: Callable[[LostRay], list[str] | None] = lambda lost: None,
+        restart: Callable[[RayProcess], list[str] | None] = lambda lost: None,
     ) -> None:
         self._advice = advice
         self._restart = restart
@@ -54,7 +54,7 @@ class RayLoss:
         finally:
             self._closings.remove(close)
 
-    def __call__(self, lost: LostRay) -> NoReturn:
+    def __call__(self, lost: RayProcess) -> NoReturn:
         """Exit or replace this process."""
         termination.hold_main_thread()
         flags = None
@@ -62,7 +62,7 @@ class RayLoss:
             if not self.finished and not termination.asked():
                 flags = self._restart(lost)
                 if flags is None:
-                    alert(f"error: {lost} {self._advice()}")
+                    alert(f"error: {lost.death} {self._advice()}")
             self._close()
         with suppress(Exception):
             kill_processes(of_ray=lost.own)

@@ -18,7 +18,7 @@ from openrlhf.checkpoints.manager import CheckpointManager
 from openrlhf.checkpoints.manifest import Checkpoint
 from openrlhf.cluster.placement import HostGroup, Placement, engine_group
 from openrlhf.cluster.ray_cluster import expected_machines, ray_cluster
-from openrlhf.cluster.ray_watch import LostRay
+from openrlhf.cluster.ray_watch import RayProcess
 from openrlhf.cluster.worker_group import WorkerError
 from openrlhf.config.flags import amend
 from openrlhf.config.groups import role_groups
@@ -150,7 +150,7 @@ class Restarts:
             "checkpoint if there is one."
         )
 
-    def begin_restart(self, lost: LostRay) -> list[str] | None:
+    def begin_restart(self, lost: RayProcess) -> list[str] | None:
         """Count and announce a restart of this process's command.
 
         Returns the flags to append to the command, or None if the command must exit instead.
@@ -169,13 +169,13 @@ class Restarts:
             flags.append(f"--{LOAD_ENABLE}")
             self.continues_itself = True
         self.count_restart()
-        alert(f"{lost}\n{self.announcement}")
+        alert(f"{lost.death}\n{self.announcement}")
         os.environ[RESTARTS] = str(self.done)
         os.environ[CONTINUES_ITSELF] = str(int(self.continues_itself))
         return flags
 
 
-def obstacle_to_restart(lost: LostRay) -> str:
+def obstacle_to_restart(lost: RayProcess) -> str:
     """Return why this process cannot restart its command with a new Ray cluster, or ""."""
     if not lost.own:
         return "this Ray cluster was not started by the run"

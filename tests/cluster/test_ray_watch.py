@@ -13,7 +13,7 @@ from queue import Queue
 
 import pytest
 
-from openrlhf.cluster.ray_watch import LostRay, RayProcess, RayWatch
+from openrlhf.cluster.ray_watch import RayProcess, RayWatch
 from openrlhf.training.devices import free_port
 
 SERVER = """
@@ -54,7 +54,7 @@ def wait_for_connection(process: subprocess.Popen[str]) -> None:
 def test_watch_reports_only_the_first_of_two_dead_processes(server: Server) -> None:
     ports = [free_port(), free_port()]
     processes = [server(port) for port in ports]
-    losses = Queue[LostRay]()
+    losses = Queue[RayProcess]()
     names = ["store", "daemon"]
     RayWatch(
         [
@@ -66,7 +66,7 @@ def test_watch_reports_only_the_first_of_two_dead_processes(server: Server) -> N
     for process in processes:
         wait_for_connection(process)
     processes[1].kill()
-    assert losses.get(timeout=60) == LostRay("daemon", own=True)
+    assert losses.get(timeout=60).name == "daemon"
     processes[0].kill()
     processes[0].wait()
     time.sleep(0.5)
@@ -74,7 +74,7 @@ def test_watch_reports_only_the_first_of_two_dead_processes(server: Server) -> N
 
 
 def test_watch_ignores_a_process_that_restarts_within_the_grace_period(server: Server) -> None:
-    port, losses = free_port(), Queue[LostRay]()
+    port, losses = free_port(), Queue[RayProcess]()
     first = server(port)
     watch = RayWatch(
         [RayProcess(name="store", address=("127.0.0.1", port), own=False, patience_s=300)],
@@ -89,7 +89,7 @@ def test_watch_ignores_a_process_that_restarts_within_the_grace_period(server: S
 
 
 def test_reset_connection_is_not_reported_while_the_process_still_answers() -> None:
-    losses = Queue[LostRay]()
+    losses = Queue[RayProcess]()
     with socket.create_server(("127.0.0.1", 0)) as server:
         server.settimeout(60)
         RayWatch([RayProcess(name="daemon", address=server.getsockname(), own=True)], losses.put)
@@ -100,11 +100,11 @@ def test_reset_connection_is_not_reported_while_the_process_still_answers() -> N
         last, _ = server.accept()
         assert losses.empty()
     last.close()
-    assert losses.get(timeout=60) == LostRay("daemon", own=True)
+    assert losses.get(timeout=60).name == "daemon"
 
 
 def test_closed_watch_reports_nothing(server: Server) -> None:
-    port, losses = free_port(), Queue[LostRay]()
+    port, losses = free_port(), Queue[RayProcess]()
     process = server(port)
     watch = RayWatch([RayProcess(name="store", address=("127.0.0.1", port), own=True)], losses.put)
     wait_for_connection(process)
@@ -118,7 +118,7 @@ def test_closed_watch_reports_nothing(server: Server) -> None:
 def test_closing_a_watch_after_a_loss_does_not_return() -> None:
     with socket.create_server(("127.0.0.1", 0)) as unused:
         port = unused.getsockname()[1]
-    losses = Queue[LostRay]()
+    losses = Queue[RayProcess]()
     watch = RayWatch([RayProcess(name="store", address=("127.0.0.1", port), own=True)], losses.put)
     assert losses.get(timeout=60).name == "store"
     closing = threading.Thread(target=watch.close, daemon=True)

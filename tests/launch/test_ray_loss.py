@@ -13,7 +13,7 @@ from openrlhf.launch.ray_loss import RayLoss
 ENDS = """
 import os, signal, sys, threading, time
 from openrlhf import termination
-from openrlhf.cluster.ray_watch import LostRay
+from openrlhf.cluster.ray_watch import RayProcess
 from openrlhf.launch.ray_loss import RayLoss
 
 if "again" in sys.argv:
@@ -25,7 +25,8 @@ def close():
     time.sleep(0.5)
 
 with termination.exit_on_signals(), loss.closing(close):
-    threading.Thread(target=loss, args=(LostRay("raylet", own=False),)).start()
+    raylet = RayProcess(name="raylet", address=("127.0.0.1", 1), own=False)
+    threading.Thread(target=loss, args=(raylet,)).start()
     while True:
         time.sleep(0.1)
 """

@@ -9,13 +9,13 @@ import pytest
 
 from openrlhf.checkpoints.manager import CheckpointManager
 from openrlhf.checkpoints.manifest import RunState
-from openrlhf.cluster.ray_watch import LostRay
+from openrlhf.cluster.ray_watch import RayProcess
 from openrlhf.config.ppo import PPOConfig
 from openrlhf.launch.start import Restarts, newest_checkpoint
 from tests.config.commands import ppo
 from tests.ranks import ROOT
 
-STORE = LostRay("control store", own=True)
+STORE = RayProcess(name="control store", address=("127.0.0.1", 1), own=True)
 RESTARTS = "--train.max_restarts 2"
 
 
