@@ -83,7 +83,6 @@ class Fleet:
         self._closed = threading.Event()
         self._changing = threading.RLock()
         self._watcher = threading.Thread(target=self._watch, name="fleet", daemon=True)
-        self._newcomer: threading.Thread | None = None  # starts the engine that joined last
         self._members: dict[int, Member] = {}
         for index, machine in enumerate(places):
             if hosts:
@@ -239,10 +238,8 @@ class Fleet:
         )
         self._bring_up_in_background(member, f"restart-{member.index}")
 
-    def _bring_up_in_background(self, member: Member, name: str) -> threading.Thread:
-        thread = threading.Thread(target=self._bring_up, args=(member,), name=name, daemon=True)
-        thread.start()
-        return thread
+    def _bring_up_in_background(self, member: Member, name: str) -> None:
+        threading.Thread(target=self._bring_up, args=(member,), name=name, daemon=True).start()
 
     def _leave(self, member: Member) -> None:
         """Remove an engine whose machine is gone and cannot be replaced."""
@@ -261,7 +258,7 @@ class Fleet:
             index = max(self._members, default=-1) + 1
             member = self._members[index] = Member(index=index, slots=slots)
         self.say(f"Engine {index} joins on {slots.machine.name}.")
-        self._newcomer = self._bring_up_in_background(member, f"join-{index}")
+        self._bring_up_in_background(member, f"join-{index}")
 
     def _room(self) -> Slots | None:
         """Reserve free slots for one more engine. Return None if no slots are free."""
@@ -316,10 +313,10 @@ class Fleet:
 
     @property
     def _can_grow(self) -> bool:
-        """True if another engine may join, and no engine that has joined is still starting."""
-        if self.hosts or len(self._members) >= self.settings.vllm.max_engines:
+        """True if another engine may join. No engine joins while another one is starting."""
+        if self.hosts:
             return False
-        return self._newcomer is None or not self._newcomer.is_alive()
+        return len(self.up) == len(self._members) < self.settings.vllm.max_engines
 
     def find_lost(self) -> None:
         """Check that all engines respond, and restart unresponsive engines."""

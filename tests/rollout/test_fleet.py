@@ -139,8 +139,9 @@ def test_fleet_is_watched_while_a_new_engine_starts_and_only_one_engine_joins_at
     assert [member.index for member in fleet.up] == [0]
     assert not fleet._can_grow
     slots.free.set()
-    assert fleet._newcomer
-    fleet._newcomer.join()
+    for thread in threading.enumerate():
+        if thread.name.startswith("join-"):
+            thread.join()
     assert [member.index for member in fleet.up] == [0, 1]
     assert fleet._can_grow
 
