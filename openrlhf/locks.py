@@ -16,7 +16,6 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 from openrlhf.reporting import notice
 
@@ -130,7 +129,14 @@ def _acquire(path: Path, named: str) -> _Held | None:
             break
         os.close(descriptor)  # the previous holder removed the file before this process locked it
     os.ftruncate(descriptor, 0)
-    os.write(descriptor, json.dumps(_record_this_process(created_folder)).encode())
+    record = {
+        "host": socket.gethostname(),
+        "pid": os.getpid(),
+        "command": running_command(),
+        "since": time.strftime("%Y-%m-%d %H:%M:%S"),
+        "made": created_folder,
+    }
+    os.write(descriptor, json.dumps(record).encode())
     held = _Held(descriptor=descriptor, blocks=0)
     _held[path] = held
     return held
@@ -187,17 +193,6 @@ def running_command() -> str:
     if len(sys.argv) > 1 and not sys.argv[1].startswith("-"):
         command += f" {sys.argv[1]}"
     return command
-
-
-def _record_this_process(created_folder: bool) -> dict[str, Any]:
-    """Return the record that identifies this process in a lock file."""
-    return {
-        "host": socket.gethostname(),
-        "pid": os.getpid(),
-        "command": running_command(),
-        "since": time.strftime("%Y-%m-%d %H:%M:%S"),
-        "made": created_folder,
-    }
 
 
 def _describe_holder(record: bytes) -> str:

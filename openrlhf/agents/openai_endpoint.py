@@ -58,11 +58,11 @@ class _Session:
     lock: asyncio.Lock = field(default_factory=asyncio.Lock)  # allows only one request at a time
     requests: set[asyncio.Task[Any]] = field(default_factory=set)  # in progress
     # Conversations that have a reply, ordered by the time of their last reply.
-    conversations: list[Conversation] = field(default_factory=list[Conversation])
-    notices: dict[str, str] = field(default_factory=dict[str, str])
+    conversations: list[Conversation] = field(default_factory=list)
+    notices: dict[str, str] = field(default_factory=dict)
     truncated: bool = False  # True if a limit of the run truncated the last request or its reply
-    last_request: dict[str, Any] = field(default_factory=dict[str, Any])  # answered last
-    last_answer: dict[str, Any] = field(default_factory=dict[str, Any])
+    last_request: dict[str, Any] = field(default_factory=dict)  # answered last
+    last_answer: dict[str, Any] = field(default_factory=dict)
 
     def conversation_for(self, inputs: TemplateInputs) -> Conversation:
         """Return the conversation that a request continues, or a new one.
