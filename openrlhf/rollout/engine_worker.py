@@ -6,7 +6,7 @@ could be verified. The publication protocol is described at the top of `openrlhf
 """
 
 import pickle
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -84,7 +84,6 @@ def load_model(model: nn.Module, config: VllmConfig, delivery: Delivery) -> Load
     packed_before = packed_handles(model)
     begin_reload(model)
     model.load_weights(delivery.tensors())  # pyright: ignore[reportCallIssue]
-    delivery.finish()
     unwritten = unwritten_layers(model)
     finalize_layerwise_reload(model, config.model_config)
     repack_linears(model)
@@ -103,7 +102,6 @@ def load_adapter(manager: Any, settings: dict[str, Any], delivery: Delivery) -> 
     model's own weights, which do not change.
     """
     tensors = dict(delivery.tensors())
-    delivery.finish()
     adapter = LoRAModel.from_lora_tensors(
         ADAPTER_ID,
         tensors,
@@ -139,13 +137,6 @@ def begin_reload(model: nn.Module) -> None:
     initialize_layerwise_reload(model)
 
 
-class Unfilled(NamedTuple):
-    """A partially filled layer: the ids of its parameters, and its name with counts."""
-
-    parameters: set[int]
-    description: str
-
-
 def unwritten_layers(model: nn.Module) -> list[str]:
     """Return the layers not filled by the update, with counts.
 
@@ -155,7 +146,7 @@ def unwritten_layers(model: nn.Module) -> list[str]:
     parameters with a filled layer (tied heads).
     """
     filled: set[int] = set()
-    unfilled: list[Unfilled] = []
+    unfilled: dict[str, set[int]] = {}  # name with counts → ids of the layer's parameters
     for name, layer in model.named_modules():
         info = get_layerwise_info(layer)
         own = list(layer.parameters(recurse=False))
@@ -171,9 +162,8 @@ def unwritten_layers(model: nn.Module) -> list[str]:
         if info.load_numel >= expected:
             filled |= parameters
         else:
-            counts = f"{info.load_numel} of {expected} elements written"
-            unfilled.append(Unfilled(parameters, f"{name} ({counts})"))
-    return [layer.description for layer in unfilled if not layer.parameters <= filled]
+            unfilled[f"{name} ({info.load_numel} of {expected} elements written)"] = parameters
+    return [layer for layer, parameters in unfilled.items() if not parameters <= filled]
 
 
 def vocabulary_padding(layer: nn.Module) -> int:

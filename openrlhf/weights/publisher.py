@@ -133,23 +133,17 @@ class WeightPublisher:
         """Send the current weights to a newly started engine, and mark the engine as up."""
         with self.sending:
             self.group = None  # the engine's process is new, and has joined no group yet
-            self._wait_for_policy()
+            # Wait for the calls that the policy has not finished, such as an update. The policy
+            # runs one call at a time. Without this wait, a refit would time out if the rest of the
+            # update took longer than a publication may take.
+            self.wait_for(
+                self.policy.broadcast(PolicyCalls.weight_address),
+                timeout_s=self.update_timeout_s,
+                doing="finish their update before an engine is refitted",
+                flag="--train.step_timeout",
+            )
             self._publish([engine])
             engine.up = True
-
-    def _wait_for_policy(self) -> None:
-        """Wait for the calls that the policy has not finished, such as an update.
-
-        The policy runs one call at a time. Without this wait, a refit would time out if the rest of
-        the update took longer than a publication may take.
-        """
-        queued = self.policy.broadcast(PolicyCalls.weight_address)
-        self.wait_for(
-            queued,
-            timeout_s=self.update_timeout_s,
-            doing="finish their update before an engine is refitted",
-            flag="--train.step_timeout",
-        )
 
     def _publish_to_all(self, engines: Engines) -> None:
         while receivers := engines.up:

@@ -24,23 +24,14 @@ class Delivery:
         self.channel = channel
         self.device = device
         self.hashes: list[int] = []
-        self.sent_hashes: tuple[int, ...] = ()
         self.loads: Counter[str] = Counter()
-        self._stream = self._receive()
+        self.stream = self._receive()
 
     def tensors(self) -> Iterator[NamedTensor]:
         """Yield each weight's name and tensor, counting it when the loader requests it."""
-        for name, tensor in self._stream:
+        for name, tensor in self.stream:
             self.loads[name] += 1
             yield name, tensor
-
-    def finish(self) -> None:
-        """Receive the tensors not read by the loader, and then the sender's hashes."""
-        for _ in self._stream:
-            pass
-        sent = torch.empty(8 * len(self.hashes), dtype=torch.uint8, device=self.channel.device)
-        self.channel.receive(sent)
-        self.sent_hashes = tuple(sent.view(torch.int64).tolist())
 
     def _receive(self) -> Iterator[NamedTensor]:
         for bucket in self.manifest.buckets():
@@ -71,17 +62,20 @@ class WeightReceiver(Membership):
     ) -> WorkerReceipt:
         """Let `load` read the tensors on `device`, and return the receipt.
 
-        `load` reads `Delivery.tensors` and then calls `Delivery.finish`. If `load` raises an error,
-        the receiver leaves the group, so that the sender fails immediately instead of at its
-        deadline.
+        `load` reads `Delivery.tensors`. If `load` raises an error, the receiver leaves the group,
+        so that the sender fails immediately instead of at its deadline.
         """
         with self.publishing() as channel:
             delivery = Delivery(manifest, channel, device)
             report = load(delivery)
+            for _ in delivery.stream:
+                pass  # tensors that the loader did not read
+            sent = torch.empty(8 * len(delivery.hashes), dtype=torch.uint8, device=channel.device)
+            channel.receive(sent)
         return WorkerReceipt(
             rank=self.rank,
             bucket_hashes=tuple(delivery.hashes),
-            sent_hashes=delivery.sent_hashes,
+            sent_hashes=tuple(sent.view(torch.int64).tolist()),
             loads=dict(delivery.loads),
             unwritten=report.unwritten,
             stale=report.stale,

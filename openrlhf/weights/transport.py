@@ -62,22 +62,17 @@ class BroadcastChannel:
         self.device = torch.device("cuda" if self.on_gpu else "cpu")
         self.store = store  # rank 0 hosts the store, which must live as long as the group
         self.backend: Any = None  # torch's Backend; None after `close`
-        try:
+        with _explaining(group, "the group did not form"):
             if self.on_gpu:
                 self.backend = _nccl_backend(store, group, rank)
             else:
                 timeout = timedelta(seconds=group.timeout_s)
                 self.backend = dist.ProcessGroupGloo(store, rank, group.world_size, timeout)
-        except RuntimeError as error:
-            raise _broken(group, "the group did not form", error) from error
 
     def send(self, buffer: Tensor) -> None:
         """Broadcast the bytes from rank 0, the root by default."""
-        try:
+        with _explaining(self.group, "a member died or did not respond in time"):
             self.backend.broadcast([buffer], dist.BroadcastOptions()).wait()
-        except RuntimeError as error:
-            what = "a member died or did not respond in time"
-            raise _broken(self.group, what, error) from error
 
     receive = send  # a broadcast is the same call for the sender and the receivers
 
@@ -146,31 +141,27 @@ class IpcChannel:
         return f"{self.uuid}/{self.messages}"
 
     def _wait(self, key: str) -> None:
-        try:
+        with _explaining(self.group, f"no response from the other process on GPU {self.uuid}"):
             _wait_for(self.store, [key], self.group)
-        except RuntimeError as error:
-            what = f"no response from the other process on GPU {self.uuid}"
-            raise _broken(self.group, what, error) from error
 
 
 def _meet(group: WeightGroup, rank: int) -> Store:
     """Return the group's store after all members have connected to it."""
     timeout = timedelta(seconds=group.timeout_s)
     open_store = host_store if rank == 0 else join_store
-    try:
+    what = f"rank {rank} could not open the trainer's store at {group.host}:{group.port}"
+    with _explaining(group, what):
         tcp = open_store(group.host, group.port, timeout=timeout)
-    except RuntimeError as error:
-        what = f"rank {rank} could not open the trainer's store at {group.host}:{group.port}"
-        raise _broken(group, what, error) from error
     store = PrefixStore(group.name, tcp)
     keys = [f"joined/{member}" for member in range(group.world_size)]
     store.set(keys[rank], "")
     began = time.monotonic()
     try:
         _wait_for(store, keys, group)
-    except RuntimeError as error:
+    except RuntimeError:
         waited_s = time.monotonic() - began
-        raise _broken(group, _absent(store, keys, waited_s), error) from error
+        with _explaining(group, _absent(store, keys, waited_s)):
+            raise
     return store
 
 
@@ -210,9 +201,16 @@ def _absent(store: Store, keys: list[str], waited_s: float) -> str:
     return f"ranks {missing} did not join within {waited_s:.0f} s"
 
 
-def _broken(group: WeightGroup, what: str, error: Exception) -> PublicationError:
-    reason = str(error).splitlines()[0]
-    return PublicationError(f"weight group {group.name} ({group.transport}): {what}: {reason}")
+@contextmanager
+def _explaining(group: WeightGroup, what: str) -> Iterator[None]:
+    """Convert torch's error in the block to a PublicationError that names the group."""
+    try:
+        yield
+    except RuntimeError as error:
+        reason = str(error).splitlines()[0]
+        raise PublicationError(
+            f"weight group {group.name} ({group.transport}): {what}: {reason}"
+        ) from error
 
 
 # One member's end of a weight group.
