@@ -21,21 +21,21 @@ def rollout_metrics(
     `exclusions` contains the reason why each episode is not trained on, or None for kept episodes.
     """
     kept: list[Trajectory] = []
+    counts = Counter({"rollout/num_samples": 0, "train/failed_episodes": 0})
     for episode, exclusion in zip(trajectories, exclusions, strict=True):
+        if episode.failure:
+            counts[f"train/failed_{episode.failure}"] += 1
         if exclusion is None:
+            counts["rollout/num_samples"] += 1
             kept.append(episode)
+        elif exclusion is Exclusion.FAILED:
+            counts["train/failed_episodes"] += 1
+        elif exclusion in LEFT_OUT:
+            counts["train/left_out_episodes"] += 1
     rewards = [episode.reward for episode in kept if episode.reward is not None]
     reward_std = 0.0
     if len(rewards) > 1:
         reward_std = stdev(rewards)
-    counts = Counter({"rollout/num_samples": len(kept), "train/failed_episodes": 0})
-    for episode, exclusion in zip(trajectories, exclusions, strict=True):
-        if episode.failure:
-            counts[f"train/failed_{episode.failure}"] += 1
-        if exclusion is Exclusion.FAILED:
-            counts["train/failed_episodes"] += 1
-        elif exclusion in LEFT_OUT:
-            counts["train/left_out_episodes"] += 1
     metrics: dict[str, Metric] = {"rollout/reward_std": Last(reward_std)}
     for name, number in counts.items():
         metrics[name] = Last(float(number))

@@ -28,7 +28,7 @@ class Router:
         self._counting = threading.RLock()
         self._read_at = time.monotonic()  # time of the last call to `idle`
         # Seconds without a sample since the last call to `idle`, up to the engine's last change.
-        self._idle = defaultdict[int, float](float)
+        self._idle: dict[int, float] = defaultdict(float)
         self._changed: dict[int, float] = {}
         for engine in engines:
             self.add(engine)
@@ -48,34 +48,31 @@ class Router:
         The samples are in flight until `done` is called.
         """
         with self._counting:
-            engine = self._choose(key, among)
-            self._count_idle(engine, time.monotonic())
-            self.in_flight[engine] += samples
-            self._of_key[key, engine] += samples
-        return engine
-
-    def _choose(self, key: Hashable, among: Sequence[int]) -> int:
-        """Return the engine for more samples of `key`, and remember it."""
-        usable = among or list(self.in_flight)
-        engine = min(usable, key=self.in_flight.__getitem__)
-        least = self.in_flight[engine]
-        home = self._homes.pop(key, engine)
-        others = self.in_flight[home] - self._of_key[key, home]
-        if home in usable and others <= max(least + SLACK, 1.5 * least):
-            engine = home
-        self._homes[key] = engine
-        if len(self._homes) > MOST_KEYS:
-            del self._homes[next(iter(self._homes))]
+            usable = among or list(self.in_flight)
+            engine = min(usable, key=self.in_flight.__getitem__)
+            least = self.in_flight[engine]
+            home = self._homes.pop(key, engine)
+            others = self.in_flight[home] - self._of_key[key, home]
+            if home in usable and others <= max(least + SLACK, 1.5 * least):
+                engine = home
+            self._homes[key] = engine
+            if len(self._homes) > MOST_KEYS:
+                del self._homes[next(iter(self._homes))]
+            self._change(key, engine, samples)
         return engine
 
     def done(self, key: Hashable, engine: int, samples: int = 1) -> None:
         """Record that these samples of `engine` are finished or cancelled."""
         with self._counting:
-            self._count_idle(engine, time.monotonic())
-            self.in_flight[engine] -= samples
-            self._of_key[key, engine] -= samples
+            self._change(key, engine, -samples)
             if not self._of_key[key, engine]:
                 del self._of_key[key, engine]
+
+    def _change(self, key: Hashable, engine: int, samples: int) -> None:
+        """Add to the samples in flight."""
+        self._count_idle(engine, time.monotonic())
+        self.in_flight[engine] += samples
+        self._of_key[key, engine] += samples
 
     def _count_idle(self, engine: int, now: float) -> None:
         """Count the time since the engine's last change as idle if the engine had no samples."""
