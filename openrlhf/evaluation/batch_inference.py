@@ -47,7 +47,6 @@ from openrlhf.observability.run_folder import json_line
 from openrlhf.reporting import notice, say
 from openrlhf.rollout.background import BackgroundLoop
 from openrlhf.rollout.engine_check import check_engine_args
-from openrlhf.rollout.engine_settings import engine_device
 from openrlhf.rollout.generator import Request, RolloutGenerator
 
 MODEL = "--model.model_name_or_path"
@@ -58,7 +57,7 @@ def run_batch_inference(config: BatchInferenceConfig) -> None:
 
     Raises UserError if any row failed.
     """
-    report(*check_engine_args(config.vllm.engine_args, engine_device()))
+    report(*check_engine_args(config.vllm.engine_args))
     path = str(config.model.model_name_or_path)
     if config.samples_answers:
         tokenizer = policy_tokenizer(config, path, flag=MODEL)

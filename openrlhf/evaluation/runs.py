@@ -56,7 +56,6 @@ from openrlhf.rewards.remote_engines import offer_engines
 from openrlhf.rewards.rule import reward_of
 from openrlhf.rollout.background import BackgroundLoop
 from openrlhf.rollout.engine_check import check_engine_args
-from openrlhf.rollout.engine_settings import engine_device
 from openrlhf.rollout.episode_metrics import evaluation_metrics, group_by_source, source_columns
 from openrlhf.rollout.generator import Engines, RolloutGenerator, SamplingSpec
 from openrlhf.rollout.sampling import Generation, SamplingParams
@@ -70,7 +69,7 @@ def run_evaluation(config: EvaluationConfig) -> None:
 
     Raises RewardErrors if too many answers or pairs failed.
     """
-    report(*check_engine_args(config.vllm.engine_args, engine_device()))
+    report(*check_engine_args(config.vllm.engine_args))
     if config.samples_answers:
         offer_engines(config.rollout, config.reward)
 

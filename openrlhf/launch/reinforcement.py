@@ -62,7 +62,7 @@ def prepare(config: PPOConfig, processes: Processes) -> Run | None:
     Returns None for a dry run, which stops after the checks.
     """
     kind: Device = "cuda" if processes.plan.on_gpus else "cpu"
-    check_engines(config, kind)
+    check_engines(config)
     checkpoints, checkpoint = find_checkpoint(config)
     begun = checkpoint.state.first_start if checkpoint else start_of_episodes(config)
     data = loaded(
@@ -101,13 +101,13 @@ def prepare(config: PPOConfig, processes: Processes) -> Run | None:
     return Run(config, data, start, kind, processes, checkpoints, checkpoint, replay, memory)
 
 
-def check_engines(config: PPOConfig, kind: Device) -> None:
+def check_engines(config: PPOConfig) -> None:
     """Check the engine flags, and make the remote engines available to user code."""
     generates = not config.rollout.replay_dir
     if generates or config.remote_teacher:
         offer_engines(config.rollout, config.reward)
     if generates:
-        report(*check_engine_args(config.vllm.engine_args, kind))
+        report(*check_engine_args(config.vllm.engine_args))
 
 
 def find_checkpoint(config: PPOConfig) -> tuple[CheckpointManager, Checkpoint | None]:

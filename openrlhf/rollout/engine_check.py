@@ -15,10 +15,10 @@ from typing import Any
 from openrlhf.checks import Finding
 from openrlhf.config.engine_args import drafting
 from openrlhf.config.flags import did_you_mean, nearest
-from openrlhf.rollout.engine_settings import Device, engine_environment
+from openrlhf.rollout.engine_settings import engine_device, engine_environment
 
 
-def check_engine_args(extra: Mapping[str, Any], device: Device) -> list[Finding]:
+def check_engine_args(extra: Mapping[str, Any]) -> list[Finding]:
     """Return a failure for each argument that is unknown to vLLM or has a value of the wrong type.
 
     The check uses no device.
@@ -28,7 +28,7 @@ def check_engine_args(extra: Mapping[str, Any], device: Device) -> list[Finding]
     answer = subprocess.run(
         [sys.executable, "-m", __name__],
         input=json.dumps(dict(extra)),
-        env=os.environ | engine_environment(device),
+        env=os.environ | engine_environment(engine_device()),
         text=True,
         capture_output=True,
     )
