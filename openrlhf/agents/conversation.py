@@ -144,7 +144,8 @@ class Conversation:
         first_difference = in_common(inputs.messages, before.messages)
         if first_difference < count:
             return f"message {first_difference} differs from the previous request"
-        if len(inputs.messages) <= count or not _is_copy(inputs.messages[count], self._reply):
+        reply = _content_of(self._reply)
+        if len(inputs.messages) <= count or _content_of(inputs.messages[count]) != reply:
             return f"message {count} is not the unchanged reply to the previous request"
         if self._renders_differently(inputs, before):
             return "its tools or chat_template_kwargs change text that the policy has already read"
@@ -336,16 +337,12 @@ def _as_call(function: Mapping[str, Any]) -> dict[str, Any]:
     }
 
 
-def _is_copy(message: Message, reply: Message) -> bool:
-    """Return whether a client's message repeats our reply. Clients may add or drop empty fields."""
-    return message["role"] == "assistant" and _content_of(message) == _content_of(reply)
-
-
 def _content_of(message: Message) -> dict[str, Any]:
-    """Return a message's text and tool calls in a normalized form."""
+    """Return a message's role, text and tool calls. Clients may add or drop empty fields."""
     calls: list[dict[str, Any]] = []
     for call in with_parsed_arguments(message).get("tool_calls") or []:
         function = call.get("function") or call
         name = function.get("name")
         calls.append({"id": call.get("id"), "name": name, "arguments": function.get("arguments")})
-    return {"text": str(message.get("content") or "").strip(), "calls": calls}
+    text = str(message.get("content") or "").strip()
+    return {"role": message["role"], "text": text, "calls": calls}

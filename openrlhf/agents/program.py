@@ -98,9 +98,8 @@ class EngineProxy:
         """Return the sample's text with special tokens, excluding its end token or stop string."""
         tokens = generation.tokens
         if isinstance(generation.stop_reason, str):
-            if generation.text is not None:
-                return generation.text
-        elif generation.finish_reason == "stop" and not params.include_stop_str_in_output:
+            return generation.text
+        if generation.finish_reason == "stop" and not params.include_stop_str_in_output:
             tokens = tokens[:-1]
         return str(self._tokenizer.decode(tokens, skip_special_tokens=params.skip_special_tokens))
 

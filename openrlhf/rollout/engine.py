@@ -177,16 +177,13 @@ class RolloutEngine:
         stop_reason = output.stop_reason
         if not isinstance(stop_reason, str) and stop_reason not in (params.stop_token_ids or ()):
             stop_reason = None  # a stop token that is not listed in the parameters
-        text = None
-        if params.stop:
-            text = output.text
         return Generation(
             tokens=list(output.token_ids),
             logprobs=logprobs,
             finish_reason=output.finish_reason,
             stop_reason=stop_reason,
             weight_versions=versions,
-            text=text,
+            text=output.text,
             cached_tokens=answer.num_cached_tokens or 0,
             seconds=time.perf_counter() - asked,
         )

@@ -89,7 +89,7 @@ class EpisodeFolder:
             lines.append(json.dumps(row, default=_plain))
         text = "\n".join(lines) + "\n"
         data = gzip.compress(text.encode(), compresslevel=1, mtime=0)
-        write_atomically(self.file(kind, step), data)
+        write_atomically(self.file(kind, step), [data])
 
     def header(self, kind: Kind, step: int) -> dict[str, Any]:
         """Return the number of `episodes` in a file and the `run` that was passed to `write`."""

@@ -46,6 +46,6 @@ class Generation:
     finish_reason: str  # "stop", "length" or "abort"
     stop_reason: int | str | None = None
     weight_versions: tuple[int, ...] = ()  # versions of the weights that were used, oldest first
-    text: str | None = None  # set only if the parameters include stop strings
+    text: str = ""  # empty unless the parameters include stop strings
     cached_tokens: int = 0  # prompt tokens found in the engine's prefix cache
     seconds: float = 0.0  # time from the request to the last token, including queueing

@@ -358,7 +358,7 @@ class TestSampling:
         params = [SamplingParams(max_tokens=n, seed=n, ignore_eos=True) for n in (3, 9, 5)]
         samples = tied.call("generate", PROMPTS[0], params)
         assert [len(g.tokens) for g in samples] == [3, 9, 5]
-        assert all(g.finish_reason == "length" and g.text is None for g in samples)
+        assert all(g.finish_reason == "length" and not g.text for g in samples)
 
     def test_long_prompt_with_a_seed_does_not_kill_the_engine(self, tied):
         prompts = [[5 + (i + j) % 90 for j in range(300)] for i in range(12)]
