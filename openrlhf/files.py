@@ -54,28 +54,25 @@ def fingerprint(path: Path) -> str:
 
 
 def write_atomically(
-    path: Path, contents: str | bytes | Iterable[str], *, mode: int | None = None
+    path: Path, contents: str | Iterable[str | bytes], *, mode: int | None = None
 ) -> None:
     """Replace the file at `path` atomically: a kill leaves either the old or the new file.
 
-    `contents` is text, bytes, or an iterable of text chunks. `mode` sets the permissions; None uses
-    the umask. If the new file cannot be written, for example because the disk is full, it is
+    `contents` is text, or an iterable of chunks of text or bytes. `mode` sets the permissions; None
+    uses the umask. If the new file cannot be written, for example because the disk is full, it is
     removed and OSError is raised.
     """
-    if isinstance(contents, str | bytes):
-        parts = [contents]
-    else:
-        parts = contents
+    if isinstance(contents, str):
+        contents = [contents]
     new = path.with_name(f"{path.name}.new")
     try:
         with open(new, "wb") as file:
             if mode is not None:
                 os.fchmod(file.fileno(), mode)
-            for part in parts:
+            for part in contents:
                 if isinstance(part, str):
-                    file.write(part.encode(errors="replace"))
-                else:
-                    file.write(part)
+                    part = part.encode(errors="replace")
+                file.write(part)
             file.flush()
             os.fsync(file.fileno())
     except OSError:

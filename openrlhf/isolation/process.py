@@ -183,7 +183,10 @@ class UserProcess:
                 await self._end(running)
             return await done
         except asyncio.CancelledError:  # the caller gave up
-            self._cancel(running)
+            if self.limits.at_once == 1:  # a call that blocks must not delay the next call
+                self.cut()
+            else:
+                self._write(kind="cancel", call=running.number)
             raise
         finally:
             del self._calls[running.number]
@@ -200,12 +203,6 @@ class UserProcess:
             self.process.send_signal(DUMP_SIGNAL)
             if not (await asyncio.wait([late.done], timeout=DUMP_S))[0]:
                 self.cut()
-
-    def _cancel(self, running: _Running) -> None:
-        if self.limits.at_once == 1:  # a call that blocks must not delay the next call
-            self.cut()
-        else:
-            self._write(kind="cancel", call=running.number)
 
     async def _listen(self, process: subprocess.Popen[bytes]) -> None:
         """Read messages until the process ends, then fail the remaining calls."""
