@@ -373,7 +373,7 @@ def test_processes_outlive_the_thread_that_started_them():
     starter = threading.Thread(target=lambda: pools.append(ProcessPool(1)))
     starter.start()
     starter.join()
-    with pools[0] as pool:
+    with closing(pools[0]) as pool:
         first = call(pool, "process")
         time.sleep(0.2)
         assert call(pool, "process") == first
