@@ -35,7 +35,8 @@ class _Held:
     """A lock that this process holds."""
 
     descriptor: int
-    blocks: int  # number of open `locked` blocks that use the lock
+    created_folder: bool  # True if the lock's folder did not exist
+    blocks: int = 0  # number of open `locked` blocks that use the lock
 
 
 _held: dict[Path, _Held] = {}  # lock file → lock
@@ -108,7 +109,11 @@ def check_unlocked(place: Path, named: str, *, is_file: bool = False) -> None:
 
 
 def _acquire(path: Path, named: str) -> _Held | None:
-    created_folder = _create_folder(path.parent)
+    try:
+        path.parent.mkdir(parents=True)
+        created_folder = True
+    except FileExistsError:
+        created_folder = False
     while True:
         try:
             descriptor = os.open(path, os.O_RDWR | os.O_CREAT, 0o666)
@@ -134,10 +139,9 @@ def _acquire(path: Path, named: str) -> _Held | None:
         "pid": os.getpid(),
         "command": running_command(),
         "since": time.strftime("%Y-%m-%d %H:%M:%S"),
-        "made": created_folder,
     }
     os.write(descriptor, json.dumps(record).encode())
-    held = _Held(descriptor=descriptor, blocks=0)
+    held = _Held(descriptor=descriptor, created_folder=created_folder)
     _held[path] = held
     return held
 
@@ -146,15 +150,6 @@ def _in_use(descriptor: int, named: str) -> InUseError:
     """Return an error that names the process recorded in the open lock file."""
     record = os.read(descriptor, LONGEST_RECORD_BYTES)
     return InUseError(f"{named} is in use by {_describe_holder(record)}")
-
-
-def _create_folder(folder: Path) -> bool:
-    """Create a folder. Return False if the folder already exists."""
-    try:
-        folder.mkdir(parents=True)
-    except FileExistsError:
-        return False
-    return True
 
 
 def _is_open_file(descriptor: int, path: Path) -> bool:
@@ -176,13 +171,10 @@ def _release(path: Path, held: _Held) -> None:
     """Unlock; remove the lock file, and its folder if the lock created it and it is empty."""
     del _held[path]
     try:
-        os.lseek(held.descriptor, 0, os.SEEK_SET)
-        record = os.read(held.descriptor, LONGEST_RECORD_BYTES)
-        created_folder = json.loads(record)["made"]
         path.unlink()
-        if created_folder:
+        if held.created_folder:
             path.parent.rmdir()
-    except (OSError, ValueError):
+    except OSError:
         pass  # the folder contains files or has been removed
     os.close(held.descriptor)
 
