@@ -46,13 +46,14 @@ class Machine:
 
     def room(self, group: "HostGroup") -> int:
         """Return how many of a group's processes fit on the machine."""
-        for name, value in group.labels.items():
-            if self.labels.get(name) != value:
-                return 0
         room = self.slots // group.devices
-        for name, amount in group.amounts.items():
-            fitting = self.resources.get(name, 0.0) / amount
-            room = min(room, int(fitting + ROUNDING))
+        for name, wanted in group.wants.items():
+            if isinstance(wanted, str):
+                if self.labels.get(name) != wanted:
+                    return 0
+            else:
+                fitting = self.resources.get(name, 0.0) / wanted
+                room = min(room, int(fitting + ROUNDING))
         return room
 
     def without(self, group: "HostGroup", processes: int) -> "Machine":
@@ -75,7 +76,8 @@ class HostGroup:
     per_machine: int | None = None
     devices: int = 1
     wants: Wants = field(default_factory=dict)  # requirements of each process besides its slots
-    shares: str | None = None  # the group whose slots these processes share, in order
+    # The group whose slots these processes share, in order. The flags' rules ensure that they fit.
+    shares: str | None = None
 
     @property
     def most_per_machine(self) -> int:
@@ -88,16 +90,11 @@ class HostGroup:
         return 0 if self.shares else self.processes * self.devices
 
     @property
-    def labels(self) -> dict[str, str]:
-        """The labels that a machine must have."""
-        return {name: value for name, value in self.wants.items() if isinstance(value, str)}
-
-    @property
     def amounts(self) -> dict[str, float]:
         """The Ray resources that each process requires."""
         amounts: dict[str, float] = {}
         for name, value in self.wants.items():
-            if not isinstance(value, str) and value:
+            if not isinstance(value, str):
                 amounts[name] = value
         return amounts
 
@@ -154,15 +151,10 @@ class Placement:
         places: dict[str, list[Machine]] = {}
         for name, indices in filling.items():
             places[name] = [machines[index] for index in indices]
-        by_name = {group.name: group for group in owners}
         for group in self.groups:
-            if not group.shares:
-                continue
-            owner = by_name[group.shares]
-            needed = group.processes * group.devices
-            if needed > owner.processes or owner.most_per_machine % group.devices:
-                return None
-            places[group.name] = places[owner.name][: needed : group.devices]
+            if group.shares:
+                needed = group.processes * group.devices
+                places[group.name] = places[group.shares][: needed : group.devices]
         return places
 
     def check(self, machines: Sequence[Machine]) -> Places:

@@ -119,8 +119,6 @@ def test_engines_share_model_devices_in_order() -> None:
         "actor, ref: 8 process(es): 4 on a, 4 on b\n"
         "vllm: 4 process(es), 2 GPUs each: 2 on a, 2 on b, on devices of actor, ref"
     )
-    for wrong in (replace(engines, processes=5), replace(engines, devices=3, processes=1)):
-        assert Placement(groups=(models, wrong), on_gpus=True).places(EIGHT) is None
 
 
 def test_error_for_an_oversized_plan_names_the_needed_and_the_available_devices() -> None:
