@@ -73,14 +73,8 @@ def assemble(
     """
     checked = _checked(result)
     samples = _Samples(asked)
-    earlier: list[TrajectoryBuilder] = []
-    turns = 0
-    for entry in checked.earlier or []:
-        conversation = _build(entry, samples, max_length, vocabulary)
-        turns += len(entry.action_ranges)
-        if any(conversation.action_mask):
-            earlier.append(conversation)
-    last = _build(checked, samples, max_length, vocabulary)
+    entries = [*(checked.earlier or []), checked]
+    *earlier, last = [_build(entry, samples, max_length, vocabulary) for entry in entries]
     ranges = checked.action_ranges
     turn_rewards = _numbers(
         "turn_rewards", result.get("turn_rewards"), len(ranges), "action ranges"
@@ -98,8 +92,8 @@ def assemble(
         builder=last,
         reward=_reward(result, turn_rewards),
         truncated=bool(result.get("truncated")) or len(checked.observation_tokens) > max_length,
-        turns=turns + len(ranges),
-        earlier=earlier,
+        turns=sum(len(entry.action_ranges) for entry in entries),
+        earlier=[each for each in earlier if any(each.action_mask)],
         turn_rewards=tuple(rewarded),
         notices=notices | samples.notices,
     )
