@@ -94,7 +94,7 @@ def template_inputs(
         messages = to_messages(messages)
     except ValueError as error:
         raise ChatMistake(f"messages: {error}", "messages") from error
-    return TemplateInputs(messages=messages, tools=tools or (), variables=variables or {})
+    return TemplateInputs(messages=messages, tools=tools or [], variables=variables or {})
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -153,7 +153,7 @@ class Conversation:
 
     def _renders_differently(self, inputs: TemplateInputs, before: TemplateInputs) -> bool:
         """Return whether a request renders the existing conversation differently."""
-        if (list(inputs.tools), inputs.variables) == (list(before.tools), before.variables):
+        if (inputs.tools, inputs.variables) == (before.tools, before.variables):
             return False
         seen = [*before.messages, with_parsed_arguments(self._reply)]
         try:

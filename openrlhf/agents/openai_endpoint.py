@@ -101,8 +101,6 @@ class OpenAIAgentExecutor(AgentExecutorBase):
     def __init__(self) -> None:
         self._sessions: dict[str, _Session] = {}
         self._serving: asyncio.Task[None] | None = None
-        self._tokenizer: PreTrainedTokenizerBase
-        self._max_length = 0
 
     @abstractmethod
     def run_agent(self, prompt: str, label: Any, session_id: str) -> Any:
