@@ -116,7 +116,7 @@ def _default(flag: Flag) -> str:
         return " (required)"
     if flag.default is True:
         return " (on)"
-    if flag.default is None or flag.default is False or flag.default in ("", (), {}):
+    if flag.default is False or flag.default in (None, "", (), {}):
         return ""
     shown = flag.typed(flag.default).removeprefix(f"{flag.name} ")
     if "\n" in shown:

@@ -9,7 +9,7 @@ import os
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from fnmatch import fnmatch
 from pathlib import Path
-from typing import Any, Self, TypeVar, cast
+from typing import Any, Self, TypeVar
 
 from openrlhf.config import legacy
 from openrlhf.config.commands import Command
@@ -281,7 +281,7 @@ class Reader:
                 f"--config {file} contains a {type(content).__name__}, not names and values."
             )
         values: dict[str, Any] = {}
-        for path, value in leaves(cast("dict[Any, Any]", content or {}), self.flags, ""):
+        for path, value in leaves(content or {}, self.flags, ""):
             if path in values:
                 self.problems.append(f"{file}: {path} appears twice: remove one.")
             elif path in self.flags:
@@ -309,14 +309,12 @@ def _split_at_flags(argv: Iterable[str]) -> list[Group]:
     return groups
 
 
-def leaves(
-    node: Mapping[Any, Any], flags: Mapping[str, Flag], prefix: str
-) -> Iterator[tuple[str, Any]]:
+def leaves(node: Any, flags: Mapping[str, Flag], prefix: str) -> Iterator[tuple[str, Any]]:
     """Yield the path and value of each entry in a file. The file's keys may be nested or dotted."""
     for key, value in node.items():
         path = f"{prefix}{key}"
         if path not in flags and isinstance(value, dict):
-            yield from leaves(cast("dict[Any, Any]", value), flags, f"{path}.")
+            yield from leaves(value, flags, f"{path}.")
         else:
             yield path, value
 
@@ -358,7 +356,7 @@ def changed_flags(before: str, config: Command) -> list[str]:
         return []
     if not isinstance(earlier, dict):
         return []
-    old = dict(leaves(cast("dict[Any, Any]", earlier), flags, ""))
+    old = dict(leaves(earlier, flags, ""))
     if replaced := {path: old.pop(path) for path in OLD_FLAGS if path in old}:
         current: dict[str, Any] = {}
         if THRESHOLD in old:

@@ -21,12 +21,8 @@ class ServedModelConfig(Section):
     )
 
 
-class ServedLoadingConfig(shared.LoadingConfig):
+class ServedLoadingConfig(shared.ScalarHeadConfig, shared.LoadingConfig):
     """Loading of the reward model."""
-
-    value_head_prefix: str = option(
-        "score", "Name of the scalar head; a stored name takes precedence."
-    )
 
 
 class ServeConfig(ModelCommand):

@@ -281,6 +281,14 @@ class DeepSpeedConfig(LoadingConfig):
             yield Unused(["overlap_comm"], "without --zero_stage 2 or 3")
 
 
+class ScalarHeadConfig(Section):
+    """Name of the scalar head."""
+
+    value_head_prefix: str = option(
+        "score", "Name of the scalar head; a stored name takes precedence."
+    )
+
+
 class LMDeepSpeedConfig(DeepSpeedConfig):
     """DeepSpeed and loading of a language model."""
 

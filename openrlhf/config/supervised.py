@@ -433,12 +433,8 @@ class RMModelConfig(shared.ModelConfig):
             yield Unused(["margin_loss_enable"], "with --loss_type logexp")
 
 
-class RMDeepSpeedConfig(shared.DeepSpeedConfig):
+class RMDeepSpeedConfig(shared.ScalarHeadConfig, shared.DeepSpeedConfig):
     """DeepSpeed, and the name of the scalar head."""
-
-    value_head_prefix: str = option(
-        "score", "Name of the scalar head; a stored name takes precedence."
-    )
 
 
 class RMConfig(SupervisedConfig):

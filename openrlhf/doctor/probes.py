@@ -8,6 +8,7 @@ import os
 import subprocess
 import sys
 from collections.abc import Callable, Mapping
+from dataclasses import dataclass
 from importlib import import_module
 from typing import Any
 
@@ -18,12 +19,11 @@ from openrlhf.reporting import say
 TIMEOUT_S = 120.0
 
 
+@dataclass(eq=False)
 class ProbeError(Exception):
     """A failed probe. `finding` names the library, its error and the fix."""
 
-    def __init__(self, finding: Finding) -> None:
-        super().__init__(finding.seen)
-        self.finding = finding
+    finding: Finding
 
 
 def probe(
