@@ -184,9 +184,6 @@ class EvaluationConfig(EngineCommand, RecordedCommand):
         if not self.reward.models:
             scoring = [*SCORING_FLAGS, "reward.normalize_enable"]
             yield Unused(scoring, "without --reward.model_name_or_path")
-        yield from self._unused_by_episodes()
-
-    def _unused_by_episodes(self) -> Iterator[Unused]:
         agent = {AGENT: self.train.agent_func_path}
         judges = {"--judge.url": self.judge.url}
         yield from unused_by_agents(self.train.agent_func_path)

@@ -24,23 +24,7 @@ class RoleGroup:
 
 def role_groups(config: RLFlags) -> list[RoleGroup]:
     """Return the groups of a run's roles. If the policy is trained, it is in the first group."""
-    roles = _sizes_of_roles(config)
-    groups: list[RoleGroup] = []
-    placed: set[str] = set()
-    alone = [[role] for role in roles]
-    for sharing in [*config.train.colocated, *alone]:
-        together = tuple(role for role in roles if role in sharing and role not in placed)
-        if together:
-            placed.update(together)
-            groups.append(RoleGroup(roles=together, size=roles[together[0]]))
-    return groups
-
-
-def _sizes_of_roles(config: RLFlags) -> dict[str, GroupConfig | RewardConfig]:
-    """Return the roles that have models, each with the section that sets its process count.
-
-    The roles are in the order of the host groups.
-    """
+    # The roles that have models, each with the section that sets its process count.
     roles: dict[str, GroupConfig | RewardConfig] = {}
     if not config.rollout.only:
         roles["actor"] = config.actor
@@ -52,4 +36,12 @@ def _sizes_of_roles(config: RLFlags) -> dict[str, GroupConfig | RewardConfig]:
             roles["critic"] = config.critic
     if config.reward.models:
         roles["reward"] = config.reward
-    return roles
+    groups: list[RoleGroup] = []
+    placed: set[str] = set()
+    alone = [[role] for role in roles]
+    for sharing in [*config.train.colocated, *alone]:
+        together = tuple(role for role in roles if role in sharing and role not in placed)
+        if together:
+            placed.update(together)
+            groups.append(RoleGroup(roles=together, size=roles[together[0]]))
+    return groups

@@ -232,18 +232,6 @@ class BatchInferenceConfig(EngineCommand, RecordedCommand):
 
     def unused(self) -> Iterator[Unused]:
         """Yield the flags that have no effect with the current settings."""
-        yield from self._unused_ever()
-        if self.samples_answers:
-            scoring = ["reward", "post_processor", "data.output_key", "data.space_before_eos"]
-            yield Unused([*scoring, *SCORING_FLAGS], "without --task rm")
-        else:
-            yield Unused(ANSWERING_FLAGS, "with --task rm")
-        if self.post_processor != "csft":
-            yield Unused(["reward_template"], "without --post_processor csft")
-        if not self.reward.models:
-            yield Unused(["reward.normalize_enable"], "without --reward.model_name_or_path")
-
-    def _unused_ever(self) -> Iterator[Unused]:
         episodes = [
             "rollout.remote_engines",
             "rollout.max_turns",
@@ -263,6 +251,15 @@ class BatchInferenceConfig(EngineCommand, RecordedCommand):
         ]
         names = [*TRAINING_FLAGS, *episodes, "reward"]
         yield Unused(names, "with this command", but=reward_models)
+        if self.samples_answers:
+            scoring = ["reward", "post_processor", "data.output_key", "data.space_before_eos"]
+            yield Unused([*scoring, *SCORING_FLAGS], "without --task rm")
+        else:
+            yield Unused(ANSWERING_FLAGS, "with --task rm")
+        if self.post_processor != "csft":
+            yield Unused(["reward_template"], "without --post_processor csft")
+        if not self.reward.models:
+            yield Unused(["reward.normalize_enable"], "without --reward.model_name_or_path")
 
 
 class ChatModelConfig(shared.ModelSourceConfig):
