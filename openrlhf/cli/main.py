@@ -110,27 +110,24 @@ def run_plugin_task(name: str, argv: Sequence[str]) -> None:
     # If no plugin has imported the module that registers tasks, there are no tasks.
     tasks: Any = getattr(sys.modules.get("openrlhf.trainers.tasks"), "OFFLINE_TASKS", {})
     if name not in tasks:
-        _refuse_verb(name, known=list(dict.fromkeys([*VERBS, *tasks])))
+        command = command_of_method(name)
+        if command is not None:
+            fail(
+                f"unknown command {name}: use `openrlhf {command}` with your run's flags "
+                "(docs/algorithms.md)."
+            )
+        known = list(dict.fromkeys([*VERBS, *tasks]))
+        hint = did_you_mean(nearest(name, known))
+        fail(
+            f"unknown command {name}; available commands: {', '.join(known)}.{hint} --plugin "
+            "FILE.py adds your own."
+        )
     task = tasks[name]
     with multi_process_command(task.root, argv, command=name) as config:
         with quick_imports():
             from openrlhf.launch.offline import run_offline
 
         run_offline(task(config))
-
-
-def _refuse_verb(name: str, *, known: Sequence[str]) -> None:
-    command = command_of_method(name)
-    if command is not None:
-        fail(
-            f"unknown command {name}: use `openrlhf {command}` with your run's flags "
-            "(docs/algorithms.md)."
-        )
-    hint = did_you_mean(nearest(name, known))
-    fail(
-        f"unknown command {name}; available commands: {', '.join(known)}.{hint} --plugin FILE.py "
-        "adds your own."
-    )
 
 
 if __name__ == "__main__":
