@@ -59,43 +59,6 @@ def offsets_of(lengths: Sequence[int] | Tensor) -> Int[Tensor, " B+1"]:
     return torch.cat([ends.new_zeros(1), ends])
 
 
-def places_in(offsets: Int[Tensor, " B+1"], rows: Tensor) -> Int[Tensor, " M"]:
-    """Return the positions of the entries of `rows` in flat columns, row by row."""
-    rows = rows.to(offsets.device)
-    lengths = offsets.diff()[rows]
-    starts = offsets[:-1][rows]
-    shifts = starts - offsets_of(lengths)[:-1]
-    steps = torch.arange(int(lengths.sum()), device=rows.device)
-    return steps + shifts.repeat_interleave(lengths)
-
-
-@dataclass(frozen=True, kw_only=True)
-class Items:
-    """Entries that belong to rows, such as image patches. A row may have any number of entries.
-
-    `values` is (M, ...); row i has values[offsets[i] : offsets[i + 1]].
-    """
-
-    values: Tensor
-    offsets: Int[Tensor, " B+1"]
-
-    def __len__(self) -> int:
-        return len(self.offsets) - 1
-
-    def __getitem__(self, rows: Tensor) -> Self:
-        """Return the given rows' entries in the given order."""
-        places = places_in(self.offsets, rows)
-        return replace(
-            self, values=self.values[places], offsets=offsets_of(self.offsets.diff()[rows])
-        )
-
-    def to(self, device: torch.device | str, *, non_blocking: bool = False) -> Self:
-        """Return the same entries on `device`."""
-        values = self.values.to(device, non_blocking=non_blocking)
-        offsets = self.offsets.to(device, non_blocking=non_blocking)
-        return replace(self, values=values, offsets=offsets)
-
-
 @dataclass(frozen=True)
 class Layout:
     """The flat-column positions of some rows' tokens, as a right-padded block (B, T) of B rows.
@@ -137,27 +100,22 @@ class Layout:
         column[self.positions[self.real]] = block[self.real].to(column.dtype)
 
 
-class _Column(NamedTuple):
+class Column(NamedTuple):
+    """A column of a batch that has been computed."""
+
     name: str
     role: str  # PER_TOKEN, PER_ROW or PER_ITEM
-    values: Tensor | Items
+    values: Any  # a tensor, or `Items` for PER_ITEM
 
 
 @dataclass(frozen=True, kw_only=True)
-class Ragged:
-    """Token rows of different lengths, stored flat: the base class of every batch.
+class Flat:
+    """Rows of different lengths, stored flat: columns and the offsets of the rows in them.
 
     Raises ValueError if the length of a column does not match the offsets.
     """
 
-    tokens: Int[Tensor, " N"] = per_token()
     offsets: Int[Tensor, " B+1"]
-
-    @classmethod
-    def of(cls, rows: Sequence[Sequence[int]], **columns: Tensor | None) -> Self:
-        """Return a batch of the given token rows. The other columns must already be flat."""
-        lengths = [len(row) for row in rows]
-        return cls(tokens=_flat(rows, torch.long), offsets=offsets_of(lengths), **columns)
 
     def __post_init__(self) -> None:
         expected = {
@@ -165,7 +123,7 @@ class Ragged:
             PER_ROW: self.num_rows,
             PER_ITEM: self.num_rows,
         }
-        for column in self._columns():
+        for column in self.columns():
             if len(column.values) != expected[column.role]:
                 raise ValueError(
                     f"{type(self).__name__}.{column.name} has {len(column.values)} entries, but "
@@ -173,23 +131,18 @@ class Ragged:
                     "tokens"
                 )
 
-    def _columns(self) -> Iterator[_Column]:
+    def columns(self) -> Iterator[Column]:
         """Yield the columns that are not None. Offsets do not count as a column."""
         for declared in fields(self):
             role = declared.metadata.get("role")
             values = getattr(self, declared.name)
             if role is not None and values is not None:
-                yield _Column(declared.name, role, values)
+                yield Column(declared.name, role, values)
 
     @property
     def num_rows(self) -> int:
         """The number of rows, B."""
         return len(self.offsets) - 1
-
-    @property
-    def num_samples(self) -> int:
-        """The former name of `num_rows`, still supported for plug-in files."""
-        return self.num_rows
 
     @property
     def num_tokens(self) -> int:
@@ -200,6 +153,62 @@ class Ragged:
     def lengths(self) -> Int[Tensor, " B"]:
         """The number of tokens in each row."""
         return self.offsets.diff()
+
+    def places_of(self, rows: Sequence[int] | Tensor) -> Int[Tensor, " M"]:
+        """Return the flat-column positions of the tokens in `rows`, row by row."""
+        rows = torch.as_tensor(rows, dtype=torch.long, device=self.offsets.device)
+        lengths = self.lengths[rows]
+        starts = self.offsets[:-1][rows]
+        shifts = starts - offsets_of(lengths)[:-1]
+        steps = torch.arange(int(lengths.sum()), device=rows.device)
+        return steps + shifts.repeat_interleave(lengths)
+
+    def select(self, rows: Sequence[int] | Tensor) -> Self:
+        """Return a batch with copies of the given rows in the given order."""
+        index = torch.as_tensor(rows, dtype=torch.long)
+        places = {PER_ROW: index, PER_ITEM: index, PER_TOKEN: self.places_of(rows)}
+        selected: dict[str, Tensor | Items] = {}
+        for column in self.columns():
+            selected[column.name] = column.values[places[column.role]]
+        return replace(self, offsets=offsets_of(self.lengths[index]), **selected)
+
+    def to(self, device: torch.device | str, *, non_blocking: bool = True) -> Self:
+        """Return the same batch with every column on `device`."""
+        moved: dict[str, Any] = {"offsets": self.offsets.to(device, non_blocking=non_blocking)}
+        for column in self.columns():
+            moved[column.name] = column.values.to(device, non_blocking=non_blocking)
+        return replace(self, **moved)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Items(Flat):
+    """Entries that belong to rows, such as image patches. A row may have any number of entries.
+
+    `values` is (M, ...); row i has values[offsets[i] : offsets[i + 1]].
+    """
+
+    values: Tensor = per_token()
+
+    def __len__(self) -> int:
+        return self.num_rows
+
+    def __getitem__(self, rows: Tensor) -> Self:
+        return self.select(rows)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Ragged(Flat):
+    """Token rows of different lengths: the base class of every batch."""
+
+    tokens: Int[Tensor, " N"] = per_token()
+
+    @classmethod
+    def of(cls, rows: Sequence[Sequence[int]], **columns: Tensor | None) -> Self:
+        """Return a batch of the given token rows. The other columns must already be flat."""
+        lengths = [len(row) for row in rows]
+        return cls(tokens=_flat(rows, torch.long), offsets=offsets_of(lengths), **columns)
+
+    num_samples = Flat.num_rows  # former name, still supported for plug-in files
 
     @property
     def layout(self) -> Layout:
@@ -243,19 +252,6 @@ class Ragged:
         for rows in self.similar_rows(max_tokens):
             yield Layout.of(self.offsets, rows)
 
-    def places_of(self, rows: Sequence[int] | Tensor) -> Int[Tensor, " M"]:
-        """Return the flat-column positions of the tokens in `rows`, row by row."""
-        return places_in(self.offsets, torch.as_tensor(rows, dtype=torch.long))
-
-    def select(self, rows: Sequence[int] | Tensor) -> Self:
-        """Return a batch with copies of the given rows in the given order."""
-        index = torch.as_tensor(rows, dtype=torch.long)
-        places = {PER_ROW: index, PER_ITEM: index, PER_TOKEN: self.places_of(rows)}
-        selected: dict[str, Tensor | Items] = {}
-        for column in self._columns():
-            selected[column.name] = column.values[places[column.role]]
-        return replace(self, offsets=offsets_of(self.lengths[index]), **selected)
-
     def parts(self, column: Tensor) -> list[Tensor]:
         """Split a per-token column (N,) into its rows."""
         return list(column.tensor_split(self.offsets[1:-1].cpu()))
@@ -263,13 +259,6 @@ class Ragged:
     def split(self, partition: Sequence[Sequence[int]]) -> list[Self]:
         """Return one batch per list of rows."""
         return [self.select(rows) for rows in partition]
-
-    def to(self, device: torch.device | str) -> Self:
-        """Return the same batch with every column on `device`."""
-        moved: dict[str, Any] = {"offsets": self.offsets.to(device, non_blocking=True)}
-        for column in self._columns():
-            moved[column.name] = column.values.to(device, non_blocking=True)
-        return replace(self, **moved)
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -160,10 +160,11 @@ class TrajectoryBuilder:
     """An unfinished episode whose three per-token lists stay aligned."""
 
     def __init__(self, prompt_tokens: Sequence[int]) -> None:
-        self.tokens: list[int] = list(prompt_tokens)
-        self.action_mask: list[bool] = [False] * len(self.tokens)
-        self.rollout_logprobs: list[float] = [0.0] * len(self.tokens)
+        self.tokens: list[int] = []
+        self.action_mask: list[bool] = []
+        self.rollout_logprobs: list[float] = []
         self.weight_versions: list[int] = []
+        self.append_feedback(prompt_tokens)
 
     def append_action(
         self, tokens: Sequence[int], logprobs: Sequence[float], versions: Sequence[int] = ()

@@ -1,9 +1,7 @@
 """Shows a run's first texts as the model sees them (tokens and targets), for --dry_run."""
 
 from collections.abc import Iterator, Sequence
-from dataclasses import fields
 from itertools import groupby, pairwise
-from typing import Any
 
 from transformers import PreTrainedTokenizerBase
 
@@ -33,17 +31,14 @@ def show_batch(
     Targets are the tokens in the loss, the labelled steps, or the last token, at which the reward
     is read. `names` labels the samples of a row; samples without a name are skipped.
     """
-    columns: dict[str, Any] = {}
-    for field in fields(batch):
-        if field.metadata.get("role") == PER_ROW and getattr(batch, field.name) is not None:
-            columns[field.name] = getattr(batch, field.name)
+    columns = [column for column in batch.columns() if column.role == PER_ROW]
     for sample, (start, end) in enumerate(pairwise(batch.offsets.tolist())):
         row, place = divmod(sample, len(names))
         if not names[place]:
             continue
         title = f"{names[place]} {row + 1}"
-        for name, column in columns.items():
-            title += f", {name} {column[sample]:g}"
+        for column in columns:
+            title += f", {column.name} {column.values[sample]:g}"
         marks = _marks(batch, start, end, tokenizer)
         yield show_text(title, batch.tokens[start:end].tolist(), tokenizer, marks)
 
