@@ -116,10 +116,27 @@ JUDGED = ("arena", "webgpt")  # readers that create the pair columns
 
 
 LAYOUTS = toml_beside(__file__)
-# A config section without a kind's main flag cannot read rows of that kind.
-MAIN_FLAGS = {"pairs": "chosen_key", "text": "input_key"}
-# flags that all pair layouts share
-PAIR_KEYS = {"chosen_key": "chosen", "rejected_key": "rejected"}
+# Flags that name a layout's columns, in order.
+# A config section without the first flag cannot read rows of that kind.
+KEYS = {
+    "pairs": ("prompt_key", "chosen_key", "rejected_key"),
+    "text": ("input_key", "output_key", "label_key"),
+}
+
+
+def flags_of(kind: str, layout: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the --data.* flags that read a layout.
+
+    The `KEYS` flags name the layout's columns in order, or its `keys` ("" for no column). Layouts
+    with a list of messages need the chat template.
+    """
+    flags: dict[str, Any] = {}
+    if "layout" in layout:
+        flags["layout"] = layout["layout"]
+    columns = layout["columns"]
+    if "list" in columns.values():
+        flags["apply_chat_template"] = True
+    return flags | dict(zip(KEYS[kind], layout.get("keys", columns), strict=False))
 
 
 def _fits(row: Row, columns: Mapping[str, str]) -> bool:
@@ -155,7 +172,7 @@ def recognise(rows: Dataset, config: Any, *kinds: str, answers: str = "output_ke
     if not first_rows:
         return data
     first = dict(first_rows[0])
-    read_here = [name for name in kinds or MAIN_FLAGS if MAIN_FLAGS[name] in vars(data)]
+    read_here = [name for name in kinds or KEYS if KEYS[name][0] in vars(data)]
     reads_pairs = "pairs" in read_here and named != "columns"
     if reads_pairs and not data.prompt_key and _all_repeat_prompt(first_rows):
         del first["prompt"]
@@ -216,9 +233,8 @@ def _layout_of(first: Row, kinds: Sequence[str], named: str) -> dict[str, Any]:
     """
     for name in kinds:
         for layout in LAYOUTS[name]:
-            flags = layout["flags"]
-            if named in ("auto", flags.get("layout")) and _fits(first, layout["columns"]):
-                return flags | PAIR_KEYS if name == "pairs" else flags
+            if named in ("auto", layout.get("layout")) and _fits(first, layout["columns"]):
+                return flags_of(name, layout)
     return {}
 
 

@@ -26,7 +26,7 @@ from openrlhf.config.supervised import (
 )
 from openrlhf.data.errors import DataError
 from openrlhf.data.feedback import LabelledDataset, PreferenceDataset
-from openrlhf.data.layouts import LAYOUTS, READERS, recognise
+from openrlhf.data.layouts import LAYOUTS, READERS, flags_of, recognise
 from openrlhf.data.prompts import PromptDataset
 from openrlhf.data.sft import SFTDataset
 from tests.data.small import PLAIN_CHAT, build_tokenizer
@@ -451,7 +451,7 @@ def test_layout_resets_default_columns_that_it_does_not_use(
 
 
 def test_layout_table_lists_the_flag_choices_and_only_existing_flags() -> None:
-    entries = [entry["flags"] for kind in LAYOUTS.values() for entry in kind]
+    entries = [flags_of(kind, entry) for kind, group in LAYOUTS.items() for entry in group]
     assert {*READERS, "auto", "columns"} == set(choices.LAYOUTS)
     assert {flags["layout"] for flags in entries if "layout" in flags} == set(READERS)
     known = {name for root in ROOTS.values() for name in vars(root().data)}
@@ -464,7 +464,7 @@ def test_data_page_documents_every_layout_with_its_flags() -> None:
         for entry in entries:
             flags = {
                 f: v
-                for f, v in entry["flags"].items()
+                for f, v in flags_of(kind, entry).items()
                 if v and (kind == "text" or f not in ("chosen_key", "rejected_key"))
             }
             words = {
