@@ -59,9 +59,10 @@ class PairRow:
     def masks(self) -> tuple[list[bool], list[bool]]:
         """Masks of the scored tokens in the chosen and rejected texts. The first token is never
         scored."""
-        chosen = self._mask(self.chosen, self.chosen_context)
-        rejected = self._mask(self.rejected, self.rejected_context)
-        return chosen, rejected
+        return (
+            self._mask(self.chosen, self.chosen_context),
+            self._mask(self.rejected, self.rejected_context),
+        )
 
     def _mask(self, tokens: list[int], context: list[int]) -> list[bool]:
         start = max(1, self.prompt_length)
@@ -187,9 +188,7 @@ class PreferenceDataset(TokenizedRows[PairRow]):
             spans = [(answer, len(text))]
             if all(judged):
                 spans = [(max(turns[n].start, len(prompt)), turns[n].end) for n in numbers]
-            passages.append(
-                Passage(text=text, spans=spans, response=spans[0][0], exchange=all(judged))
-            )
+            passages.append(Passage(text=text, spans=spans, exchange=all(judged)))
         return passages
 
     def _conversations(self, row: Mapping[str, Any]) -> list[Passage] | str:
@@ -235,11 +234,10 @@ class PreferenceDataset(TokenizedRows[PairRow]):
             passage = templates.render_conversation(
                 self.tokenizer, messages, turns=judged, tools=tools
             )
-            passage = passage.with_ended_turns(self.ends.texts)
-            return replace(passage, response=passage.spans[0][0], exchange=True)
+            return replace(passage.with_ended_turns(self.ends.texts), exchange=True)
         text = templates.render(self.tokenizer, messages, tools=tools)
         answer = self._answer(prompt or messages[:-1], messages, text, tools)
-        return Passage(text=text, spans=[(answer, len(text))], response=answer)
+        return Passage(text=text, spans=[(answer, len(text))])
 
     def _answer(self, prompt: list[Message], messages: list[Message], text: str, tools: Any) -> int:
         """Return the character index where the answer begins.
@@ -265,11 +263,9 @@ class PreferenceDataset(TokenizedRows[PairRow]):
         max_len = self.data.max_len
         limit = max_len - 2
         prompt_length = 0
-        better, worse = encoded
-        chosen = cut(better.tokens, max_len, self.tokenizer, self.ends.ids)
-        rejected = cut(worse.tokens, max_len, self.tokenizer, self.ends.ids)
-        chosen_context: list[int] = []
-        rejected_context: list[int] = []
+        uncut = [known.tokens for known in encoded]
+        sides = [cut(tokens, max_len, self.tokenizer, self.ends.ids) for tokens in uncut]
+        contexts: list[list[int]] = [[], []]
         if self.needs_prompt:
             starts: list[int] = []
             for passage, known in zip(passages, encoded, strict=True):
@@ -277,32 +273,26 @@ class PreferenceDataset(TokenizedRows[PairRow]):
             exchange = any(side.exchange for side in passages)
             if limit <= (max(starts) if exchange else min(starts)):
                 return f"with a prompt of {limit} tokens or more (--data.max_len {max_len})"
-            prompt_length = min(*starts, in_common(chosen, rejected))
+            prompt_length = min(*starts, in_common(*sides))
             if exchange:
-                chosen_context = _context(passages[0], better, prompt_length, len(chosen))
-                rejected_context = _context(passages[1], worse, prompt_length, len(rejected))
-        if better.tokens == worse.tokens:
+                for place, passage in enumerate(passages):
+                    context = set(range(prompt_length, len(sides[place])))
+                    for span in passage.spans:
+                        context.difference_update(encoded[place].tokens_of(span))
+                    contexts[place] = sorted(context)
+        if uncut[0] == uncut[1]:
             return SAME_TEXT
-        if chosen == rejected:
+        if sides[0] == sides[1]:
             return f"that differ only after --data.max_len {max_len} tokens"
         return {
-            "chosen": chosen,
-            "rejected": rejected,
+            "chosen": sides[0],
+            "rejected": sides[1],
             "prompt_length": prompt_length,
             "margin": _margin(row),
             "datasource": str(row.get(DATASOURCE) or "default"),
-            "chosen_context": chosen_context,
-            "rejected_context": rejected_context,
-            "cut": max(len(better.tokens), len(worse.tokens)) > max_len,
+            **dict(zip(CONTEXTS, contexts, strict=True)),
+            "cut": max(map(len, uncut)) > max_len,
         }
-
-
-def _context(passage: Passage, known: Encoded, start: int, end: int) -> list[int]:
-    """Return the positions from `start` to `end` that lie outside all of the passage's spans."""
-    judged: set[int] = set()
-    for span in passage.spans:
-        judged.update(known.tokens_of(span))
-    return sorted(set(range(start, end)) - judged)
 
 
 def _margin(row: Mapping[str, Any]) -> float:
@@ -410,7 +400,6 @@ class BothAnswers(torch.utils.data.Dataset[LabelledRow]):
 
     def __getitem__(self, index: int) -> LabelledRow:
         row = self.pairs[index // 2]
-        chosen_mask, rejected_mask = row.masks
-        if index % 2:
-            return LabelledRow(tokens=row.rejected, loss_mask=rejected_mask, desirable=False)
-        return LabelledRow(tokens=row.chosen, loss_mask=chosen_mask, desirable=True)
+        side = index % 2  # 0: chosen, 1: rejected
+        tokens = [row.chosen, row.rejected][side]
+        return LabelledRow(tokens=tokens, loss_mask=row.masks[side], desirable=side == 0)

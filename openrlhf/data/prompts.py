@@ -112,7 +112,7 @@ class PromptDataset(TokenizedRows[Prompt]):
         """Return the prompt."""
         if not self.data.apply_chat_template:
             text = fill_template(self.data.input_template, text_of(row, self.data.input_key))
-            return [Passage(text=text, spans=[], response=0)]
+            return [Passage(text=text)]
         messages = messages_of(row, self.data.input_key, role="user", flag="--data.input_key")
         asked = list(messages)
         while asked and asked[-1]["role"] == "assistant":
@@ -127,7 +127,7 @@ class PromptDataset(TokenizedRows[Prompt]):
         except ValueError as error:
             raise row_error(row, self.data.input_key, f"{error}.") from error
         answered = len(asked) < len(messages)
-        return [Passage(text=text, spans=[], response=0, rewritten=answered, lost=lost)]
+        return [Passage(text=text, rewritten=answered, lost=lost)]
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -106,7 +106,7 @@ class SFTDataset(TokenizedRows[SFTRow]):
             return self._conversation(row)
         prompt = text_of(row, self.data.input_key)
         if self.pretrain:
-            return [Passage(text=prompt, spans=[(0, len(prompt))], response=0)]
+            return [Passage(text=prompt, spans=[(0, len(prompt))])]
         response = ""
         if self.data.output_key:
             response = text_of(row, self.data.output_key)

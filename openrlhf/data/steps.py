@@ -67,7 +67,7 @@ class StepDataset(TokenizedRows[StepRow]):
 
     def passages(self, row: Mapping[str, Any]) -> list[Passage] | str:
         """Return the text of a row with its placeholders."""
-        return [Passage(text=text_of(row, self.data.input_key), spans=[], response=0)]
+        return [Passage(text=text_of(row, self.data.input_key))]
 
     def columns(
         self, row: Mapping[str, Any], passages: list[Passage], encoded: list[Encoded]

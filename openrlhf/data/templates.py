@@ -3,7 +3,7 @@
 from bisect import bisect_right
 from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import partial
 from operator import itemgetter
 from typing import Any, Self
@@ -100,14 +100,15 @@ def render_marked(
 class Passage:
     """A text to train on, with the spans of its targets.
 
-    `response` is the character index where the response begins. `rewritten` and `empty` count
-    assistant turns that are not targets because the template changes them or omits their tool
-    calls. `unended` counts targets before the last one that do not end with a stop text.
+    `response` is the character index where the response begins, for rows that need it. `rewritten`
+    and `empty` count assistant turns that are not targets because the template changes them or
+    omits their tool calls. `unended` counts targets before the last one that do not end with a stop
+    text.
     """
 
     text: str
-    spans: list[Span]
-    response: int
+    spans: list[Span] = field(default_factory=list[Span])
+    response: int = 0
     rewritten: int = 0
     unended: int = 0
     empty: int = 0

@@ -16,7 +16,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from functools import reduce
-from itertools import chain
+from itertools import chain, islice
 from typing import IO, Any, NamedTuple
 
 import datasets
@@ -172,15 +172,11 @@ class _TextFiles(datasets.ArrowBasedBuilder, ABC):
         features: Any = self.info.features
         yield Key(0, 0), _table([], features)  # keeps the columns of a file without rows
         for shard, file in enumerate(files):
-            batch: list[Row] = []
+            rows = self._rows(file)
             number = 1
-            for row in self._rows(file):
-                batch.append(row)
-                if len(batch) == BATCH_ROWS:
-                    yield Key(shard, number), _table(batch, features)
-                    batch = []
-                    number += 1
-            yield Key(shard, number), _table(batch, features)
+            while batch := list(islice(rows, BATCH_ROWS)):
+                yield Key(shard, number), _table(batch, features)
+                number += 1
 
     def _features(self, files: list[TextFile]) -> Features:
         """Return the column types over all files."""
@@ -272,8 +268,8 @@ def csv_records(file: IO[bytes], name: str, separator: str) -> Iterator[tuple[in
                         f"{name}, line {line}: the header has duplicate column names: "
                         f"{header}. Give each column a unique name."
                     )
-                yield line, header
-            elif fields:
+                fields = header
+            if fields:
                 yield line, fields
             line = reader.line_num + 1
     except csv.Error as error:
@@ -373,18 +369,17 @@ def _whole_file(text: str, name: str) -> Rows:
     """Yield the rows of a text that is a single array or has values spanning several lines."""
     escaped = _escapes_surrogates(text)
     number = 1
-    place = _after_space(text, 0)
-    while place < len(text):
+    place = 0
+    while start := NOT_SPACE.search(text, place):
         try:
-            value, place = DECODER.raw_decode(text, place)
+            value, place = DECODER.raw_decode(text, start.start())
         except ValueError as error:
-            place = getattr(error, "pos", place)
+            place = getattr(error, "pos", start.start())
             raise _broken(error, name, text.count("\n", 0, place) + 1) from error
         rows = value if isinstance(value, list) else [value]
         for row in rows:
             yield _row(row, f"{name}, row {number}", escaped=escaped)
             number += 1
-        place = _after_space(text, place)
 
 
 def _decoded(text: bytes, name: str, line: int) -> str:
@@ -415,13 +410,7 @@ def _object_of(pairs: list[tuple[str, Any]]) -> Row:
 
 
 DECODER = json.JSONDecoder(object_pairs_hook=_object_of)
-SPACE = re.compile(r"\s*")
-
-
-def _after_space(text: str, place: int) -> int:
-    found = SPACE.match(text, place)
-    assert found
-    return found.end()
+NOT_SPACE = re.compile(r"\S")
 
 
 def _escapes_surrogates(text: str) -> bool:
