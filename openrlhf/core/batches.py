@@ -243,15 +243,6 @@ class Ragged(Flat):
             yield shortest_first[-size:]
             shortest_first = shortest_first[:-size]
 
-    def blocks(self, max_tokens: int = 1 << 20) -> Iterator[Layout]:
-        """Yield layouts that together contain each row once.
-
-        The rows in a block have similar lengths. A block has at most `max_tokens` entries,
-        including padding, or a single row.
-        """
-        for rows in self.similar_rows(max_tokens):
-            yield Layout.of(self.offsets, rows)
-
     def parts(self, column: Tensor) -> list[Tensor]:
         """Split a per-token column (N,) into its rows."""
         return list(column.tensor_split(self.offsets[1:-1].cpu()))

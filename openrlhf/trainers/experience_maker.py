@@ -23,11 +23,13 @@ from openrlhf.algorithms.rewards import (
 )
 from openrlhf.config.flags import UserError
 from openrlhf.config.learning import RLFlags
-from openrlhf.core.batches import Experience
+from openrlhf.core.batches import Experience, Layout
 from openrlhf.core.trajectory import Exclusion, Trajectory
 from openrlhf.observability.metrics import Mean, Metric
 from openrlhf.trainers.stages import EpisodeRows, Stage, run_stages
 from openrlhf.workers.policy import kl_metrics
+
+BLOCK_TOKENS = 1 << 20  # maximum number of tokens in a padded block of rows with similar lengths
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -178,9 +180,8 @@ class ExperienceMaker:
         columns = {name: torch.zeros(experience.num_tokens) for name in names}
         # Estimators that compare entire samples ignore the rewards of individual turns.
         turns = None if estimator.traits.per_episode else experience.turn_rewards
-        row_of_token = experience.row_of_token()
-        for block in experience.blocks():  # a block has rows of similar lengths
-            rows = row_of_token[block.positions[:, 0]]
+        for rows in experience.similar_rows(BLOCK_TOKENS):
+            block = Layout.of(experience.offsets, rows)
             mask = block.pad(experience.action_mask)
             per_token = token_rewards(
                 shaped[rows],

@@ -105,7 +105,7 @@ def test_batch_may_be_empty() -> None:
     empty = batch_of([2, 3]).select([])
     assert (empty.num_rows, empty.num_tokens) == (0, 0)
     assert Experience.from_trajectories([]).num_rows == 0
-    assert list(empty.blocks()) == []
+    assert list(empty.similar_rows(1)) == []
 
 
 def test_select_copies_columns() -> None:
@@ -263,7 +263,7 @@ def test_blocks_contain_each_token_once_within_the_token_budget(
     lengths: list[int], budget: int
 ) -> None:
     batch = batch_of(lengths)
-    blocks = list(batch.blocks(budget))
+    blocks = [Layout.of(batch.offsets, rows) for rows in batch.similar_rows(budget)]
     seen = torch.cat([block.positions[block.real] for block in blocks])
     assert sorted(seen.tolist()) == list(range(batch.num_tokens))
     assert sum(len(block.positions) for block in blocks) == batch.num_rows
@@ -273,7 +273,8 @@ def test_blocks_contain_each_token_once_within_the_token_budget(
 
 @given(LENGTHS, st.integers(1, 40))
 def test_row_lengths_do_not_increase_from_block_to_block(lengths: list[int], budget: int) -> None:
-    widths = [block.real.sum(1) for block in batch_of(lengths).blocks(budget)]
+    batch = batch_of(lengths)
+    widths = [batch.lengths[rows] for rows in batch.similar_rows(budget)]
     for longer, shorter in itertools.pairwise(widths):
         assert int(longer.min()) >= int(shorter.max())
 
