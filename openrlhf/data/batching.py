@@ -175,8 +175,8 @@ class ResumableSampler(Sampler[int]):
     Without `drop_last`, every row is visited once, and ranks may differ by one row. Iteration
     yields the rest of the current epoch.
 
-    Example: with 7 rows, two ranks and no shuffling, rank 0 gets rows 0, 2, 4 (and 6 without
-    `drop_last`), and rank 1 gets rows 1, 3, 5.
+    Example: with 7 rows and two ranks, rank 0 gets entries 0, 2, 4 (and 6 without `drop_last`), and
+    rank 1 gets entries 1, 3, 5.
 
     `consumed` is the number of rows that all ranks together have used since training began.
     """
@@ -186,7 +186,6 @@ class ResumableSampler(Sampler[int]):
         num_rows: int,
         *,
         seed: int,
-        shuffle: bool = True,
         dp_rank: int = 0,
         dp_size: int = 1,
         batch_size: int = 1,
@@ -195,7 +194,6 @@ class ResumableSampler(Sampler[int]):
     ) -> None:
         self.num_rows = num_rows
         self.seed = seed
-        self.shuffle = shuffle
         self.dp_rank = dp_rank
         self.dp_size = dp_size
         self.epoch_rows = num_rows
@@ -209,9 +207,7 @@ class ResumableSampler(Sampler[int]):
         return len(range(self.dp_rank, self.epoch_rows, self.dp_size))
 
     def __iter__(self) -> Iterator[int]:
-        order: Sequence[int] | npt.NDArray[np.int64] = range(self.num_rows)
-        if self.shuffle:
-            order = permutation(self.num_rows, self.seed + self.epoch)
+        order = permutation(self.num_rows, self.seed + self.epoch)
         first = self.dp_rank + self.position * self.dp_size
         for place in range(first, self.epoch_rows, self.dp_size):
             yield int(order[place])

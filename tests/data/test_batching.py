@@ -18,6 +18,7 @@ from openrlhf.data.batching import (
     batches_of_padded_tokens,
     batches_of_rows,
     batches_of_tokens,
+    permutation,
     row_costs,
 )
 from openrlhf.models.ring_attention import CHUNKS_PER_RANK, RingRow
@@ -240,8 +241,9 @@ def ranks(num_rows: int, dp_size: int, **flags: Any) -> list[list[int]]:
 
 
 def test_rows_are_assigned_to_ranks_in_turn() -> None:
-    assert ranks(7, 2, shuffle=False) == [[0, 2, 4], [1, 3, 5]]
-    assert ranks(7, 2, shuffle=False, drop_last=False) == [[0, 2, 4, 6], [1, 3, 5]]
+    order = permutation(7, seed=3).tolist()
+    assert ranks(7, 2, seed=3) == [order[0:6:2], order[1:6:2]]
+    assert ranks(7, 2, seed=3, drop_last=False) == [order[0::2], order[1::2]]
 
 
 @given(st.integers(1, 60), st.integers(1, 5), st.integers(1, 4))
