@@ -3,7 +3,6 @@
 The model cannot distinguish these tokens from the control tokens that a chat template inserts.
 """
 
-import re
 from collections.abc import Sequence
 from typing import Any
 
@@ -11,6 +10,7 @@ from transformers import PreTrainedTokenizerBase
 
 from openrlhf.data.messages import texts_in
 from openrlhf.data.templates import chat_marks
+from openrlhf.data.tokenizer import any_of
 
 
 class ControlTokens:
@@ -25,8 +25,7 @@ class ControlTokens:
         added: Any = tokenizer.added_tokens_decoder
         names.update(str(token) for token in added.values() if token.special)
         self.names = sorted(filter(str.strip, names), key=len, reverse=True)
-        # otherwise, match nothing
-        self.pattern = re.compile("|".join(map(re.escape, self.names)) or "(?!)")
+        self.pattern = any_of(self.names)
         self.in_chats = in_chats
         self.marks: list[str] = []
         if tokenizer.chat_template:

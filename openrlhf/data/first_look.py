@@ -23,7 +23,7 @@ from openrlhf.data.layouts import FIRST_ROWS
 from openrlhf.data.loading import Table
 from openrlhf.data.messages import texts_in
 from openrlhf.data.templates import ANSWER, chat_marks, render
-from openrlhf.data.tokenizer import Ends
+from openrlhf.data.tokenizer import Ends, any_of
 
 # An entry in tokenizer_config.json, which is copied along with the model.
 RECORD = "openrlhf_format"
@@ -90,10 +90,8 @@ def round_trip(
 
 def _spaced(tokenizer: PreTrainedTokenizerBase, text: str) -> str:
     """Return a text in Unicode compatibility form (NFKC), with spaces around special tokens."""
-    special = "|".join(map(re.escape, sorted(tokenizer.all_special_tokens, key=len, reverse=True)))
-    if special:
-        text = re.sub(f"({special})", r" \1 ", text)
-    return unicodedata.normalize("NFKC", text)
+    spaced = any_of(tokenizer.all_special_tokens).sub(r" \g<0> ", text)
+    return unicodedata.normalize("NFKC", spaced)
 
 
 def _without_case(text: str) -> str:

@@ -1,6 +1,8 @@
 """Loads tokenizers: padding token, padding side, chat template and stop tokens."""
 
 import os
+import re
+from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any, Self
 
@@ -99,6 +101,12 @@ def added_tokens(tokenizer: PreTrainedTokenizerBase) -> list[str]:
     """Return the tokens added to the vocabulary, such as the end-of-turn token."""
     vocabulary: Any = tokenizer.get_added_vocab  # Transformers types this as a special token
     return list(vocabulary())
+
+
+def any_of(tokens: Iterable[str]) -> re.Pattern[str]:
+    """Return a pattern that matches the longest of these tokens, or nothing if there are none."""
+    longest_first = sorted(tokens, key=len, reverse=True)
+    return re.compile("|".join(map(re.escape, longest_first)) or "(?!)")
 
 
 def require_vocabulary(
