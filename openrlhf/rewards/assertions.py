@@ -70,12 +70,10 @@ class Assertions:
         try:
             form, _ = json.JSONDecoder().raw_decode(answer)
             names = {VALUE.format(number): value for number, value in enumerate(plain(form))}
-            for test in self.tests:
-                if not eval(test, {"__builtins__": {}, **FUNCTIONS, **names}):
-                    return False
+            names |= {"__builtins__": {}, **FUNCTIONS}
+            return all(eval(test, names) for test in self.tests)
         except Exception:  # values are missing or of the wrong type
             return False
-        return True
 
 
 # Types that JSON lacks, and their encodings, e.g. {"set": [1, 2]} or {"bytes": "00ff"}.
@@ -141,8 +139,12 @@ class _Reader(ast.NodeTransformer):
             case ast.FunctionDef(
                 name="check", args=ast.arguments(args=[ast.arg(arg=candidate)])
             ) if self.entry:
+                # The test function's parameter stands for the function that is passed to it.
+                for node in ast.walk(statement):
+                    if isinstance(node, ast.Name) and node.id == candidate:
+                        node.id = self.entry
                 for inner in statement.body:
-                    self.read(_Renamed(candidate, self.entry).visit(inner))
+                    self.read(inner)
             case ast.Expr(
                 value=ast.Call(
                     func=ast.Name(id="check"), args=[ast.Name(id=self.entry)], keywords=[]
@@ -192,19 +194,6 @@ class _Reader(ast.NodeTransformer):
         if isinstance(node, ast.BinOp) and isinstance(node.op, GROWING) and not is_constant(node):
             raise _NotOutside
         return self.generic_visit(node)
-
-
-class _Renamed(ast.NodeTransformer):
-    """A transformer that replaces a test function's parameter with the passed function's name."""
-
-    def __init__(self, old: str, new: str) -> None:
-        self.old = old
-        self.new = new
-
-    def visit_Name(self, node: ast.Name) -> ast.Name:
-        if node.id != self.old:
-            return node
-        return ast.Name(id=self.new, ctx=node.ctx)
 
 
 def is_asked(node: ast.AST) -> bool:

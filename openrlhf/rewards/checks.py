@@ -139,10 +139,7 @@ def read_tests(label: Any) -> list[CodeTest]:
     and `{"inputs": […], "outputs": […], "fn_name": name}`.
     """
     text = label_text(label)
-    try:
-        given = json.loads(text)
-    except ValueError:
-        given = None
+    given = _value(text)
     if not isinstance(given, Mapping) or not (given.get("tests") or given.get("inputs")):
         raise ValueError(
             '--reward.verifier code expects a JSON label with "tests", or with "inputs" and '

@@ -48,14 +48,16 @@ class Arguments:
             "where a query is a prompt followed by its response"
         )
         names = ARGUMENTS[: len(positional)]
+        is_unlike = False
         if "VAR_POSITIONAL" in kinds:
             names = ARGUMENTS
-        elif len(positional) == 2 and "prompt" not in positional[1]:
-            raise ValueError(f"{takes}: rename its parameters to these names")
+        elif len(positional) == 2:
+            is_unlike = "prompt" not in positional[1]
         for position, name in enumerate(positional):
             is_elsewhere = name in ARGUMENTS and ARGUMENTS.index(name) != position
-            if name in RESPONSES or is_elsewhere:
-                raise ValueError(f"{takes}: rename its parameters to these names")
+            is_unlike = is_unlike or name in RESPONSES or is_elsewhere
+        if is_unlike:
+            raise ValueError(f"{takes}: rename its parameters to these names")
         if set(positional) - set(ARGUMENTS):
             return cls(names=names, notice=takes)
         return cls(names=names, notice=_unlabelled(names))

@@ -103,25 +103,22 @@ def grade_math(response: str, label: Any) -> float:
     solution that contains a box or `####`, or a list of answers and solutions. Raises ValueError
     for a label without an answer.
     """
-    for truth in math_answers(label):
-        if grade := _grade_one(response, truth):
-            return grade
-    return 0.0
+    return float(any(_is_correct(response, truth) for truth in math_answers(label)))
 
 
-def _grade_one(response: str, label: str) -> float:
+def _is_correct(response: str, label: str) -> bool:
     truth = extract_boxed_answer(label) or gsm8k_answer(label) or label.strip()
     answer = extract_boxed_answer(response) or gsm8k_answer(response)
     if grade_answer(answer, truth):
-        return 1.0
+        return True
     # math-verify would read a word as the product of its letters.
     if _WORD.fullmatch(truth) or len(answer or "") > LONGEST_ANSWER:
-        return 0.0
+        return False
     if answer is None:
         found = parse(response[-LONGEST_ANSWER:], parsing_timeout=_seconds())
     else:
         found = _parse(answer)
-    return float(verify(_parse(truth), found, timeout_seconds=_seconds()))
+    return verify(_parse(truth), found, timeout_seconds=_seconds())
 
 
 def _value(text: str) -> str:

@@ -242,7 +242,13 @@ def combined(
     logs = dict(trajectory.extra_logs)
     if len(rewards) > 1:
         logs.update(rewards)
-    rewarded = replace(trajectory, reward=total, extra_logs=logs, turn_rewards=tuple(turn_rewards))
-    if rewarded.score is None:
-        return replace(rewarded, score=total)
-    return rewarded
+    score = trajectory.score
+    if score is None:
+        score = total
+    return replace(
+        trajectory,
+        reward=total,
+        score=score,
+        extra_logs=logs,
+        turn_rewards=tuple(turn_rewards),
+    )
