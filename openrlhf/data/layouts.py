@@ -33,12 +33,10 @@ EXTRA = (TOOLS, MARGIN, DATASOURCE)  # optional columns, read if they exist
 def _read_arena(row: Row) -> Row:
     """Read a Chatbot Arena row: two conversations with the same questions, and the winner."""
     winner = row["winner"]
-    a = row["conversation_a"]
-    b = row["conversation_b"]
     if winner == "model_a":
-        return {**row, "chosen": a, "rejected": b}
+        return {**row, "chosen": row["conversation_a"], "rejected": row["conversation_b"]}
     if winner == "model_b":
-        return {**row, "chosen": b, "rejected": a}
+        return {**row, "chosen": row["conversation_b"], "rejected": row["conversation_a"]}
     if str(winner).startswith("tie"):  # also matches "tie (bothbad)"
         return {**row, DROPPED: TIE}
     raise row_error(row, "winner", f"is {winner!r}, not model_a, model_b or tie.")

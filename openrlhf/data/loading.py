@@ -119,7 +119,7 @@ def _load_one(item: str, split: str, max_samples: int) -> Dataset:
     if not os.path.exists(item):
         path, _, folder = item.partition("@")
     try:
-        loaded = _read(path, folder or None)
+        loaded = _read(path, folder)
     except Exception as error:  # the datasets library raises many error types
         for cause in _causes(error):
             if isinstance(cause, DataError):
@@ -146,7 +146,7 @@ def _causes(error: BaseException) -> list[BaseException]:
     return causes
 
 
-def _read(path: str, folder: str | None) -> Dataset | DatasetDict:
+def _read(path: str, folder: str) -> Dataset | DatasetDict:
     """Read a file, a folder or a Hub dataset."""
     name = path.lower().removesuffix(".gz")
     extension = os.path.splitext(name)[1]
@@ -158,7 +158,7 @@ def _read(path: str, folder: str | None) -> Dataset | DatasetDict:
         # The datasets library gives this name to the only split of a single file.
         return read_as_written(builder)["train"]
     if os.path.isdir(path):
-        inner = Path(path, folder or "")
+        inner = Path(path, folder)
         if any((inner / name).is_file() for name in SAVED):
             return load_from_disk(str(inner))
     elif os.path.isfile(path):
@@ -166,7 +166,7 @@ def _read(path: str, folder: str | None) -> Dataset | DatasetDict:
             f"{path} has an unknown format. Convert the file to one of {', '.join(FORMATS)} "
             f"({', '.join(TEXT_FORMATS)} may be gzipped)."
         )
-    return read_as_written(load_dataset_builder(path, data_dir=folder))
+    return read_as_written(load_dataset_builder(path, data_dir=folder or None))
 
 
 def _explain(item: str, path: str, error: Exception) -> str:

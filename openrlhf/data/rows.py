@@ -77,8 +77,7 @@ class TokenizedRows(torch.utils.data.Dataset[Row], ABC):
         self.tokenizer = tokenizer
         self.data = data
         used = columns_read(dataset, tokenizer, data, self.keys)
-        stored = [field for field in fields(self.row) if field.type in STORED]
-        own = {field.name: STORED[field.type] for field in stored}
+        own = {field.name: STORED[field.type] for field in fields(self.row) if field.type in STORED}
         self.features = Features({**own, **NOTES})
         dataset = number_rows(dataset)
         self._types = dataset.features
