@@ -4,14 +4,13 @@ import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 
 from datasets import Dataset
 from transformers import PreTrainedTokenizerBase
 
 from openrlhf.checks import collect, report
 from openrlhf.config.effects import unused_flags
-from openrlhf.config.flags import toml_beside
 from openrlhf.data.errors import DataError, check_columns, kind, list_columns, row_error, text_of
 from openrlhf.data.messages import TOOLS, Message, texts_in
 from openrlhf.data.templates import in_common
@@ -113,7 +112,6 @@ JUDGED = ("arena", "webgpt")  # readers that create the pair columns
 # ---- recognition
 
 
-LAYOUTS = toml_beside(__file__)
 # Flags that name a layout's columns, in order.
 # A config section without the first flag cannot read rows of that kind.
 KEYS = {
@@ -122,19 +120,109 @@ KEYS = {
 }
 
 
-def flags_of(kind: str, layout: Mapping[str, Any]) -> dict[str, Any]:
+class ColumnLayout(NamedTuple):
+    """The columns of a public dataset with the types of their values.
+
+    `reader` is the value of --data.layout for a layout that combines columns. The `KEYS` flags name
+    the columns in order, or `keys` ("" for no column).
+    """
+
+    columns: Mapping[str, str]
+    reader: str = ""
+    keys: Sequence[str] = ()
+
+
+# Known layouts by kind. The first match is used.
+LAYOUTS = {
+    "pairs": [
+        # Chatbot Arena
+        ColumnLayout(
+            {"winner": "string", "conversation_a": "list", "conversation_b": "list"},
+            "arena",
+            keys=("", "chosen", "rejected"),
+        ),
+        # WebGPT comparisons
+        ColumnLayout(
+            {
+                "question": "object",
+                "answer_0": "string",
+                "answer_1": "string",
+                "score_0": "number",
+                "score_1": "number",
+            },
+            "webgpt",
+            keys=("prompt", "chosen", "rejected"),
+        ),
+        # Alpaca
+        ColumnLayout({"instruction": "string", "chosen": "string", "rejected": "string"}, "alpaca"),
+        # Orca
+        ColumnLayout({"question": "string", "chosen": "string", "rejected": "string"}, "orca"),
+        # ShareGPT, system column
+        ColumnLayout(
+            {
+                "conversations": "list",
+                "chosen": "object",
+                "rejected": "object",
+                "system": "string or null",
+            },
+            "chat",
+        ),
+        # ShareGPT
+        ColumnLayout({"conversations": "list", "chosen": "object", "rejected": "object"}),
+        # chats
+        ColumnLayout({"prompt": "list or string", "chosen": "list", "rejected": "list"}),
+        # whole conversations
+        ColumnLayout({"chosen": "list", "rejected": "list"}, keys=("", "chosen", "rejected")),
+        # plain text
+        ColumnLayout({"prompt": "string or number", "chosen": "string", "rejected": "string"}),
+    ],
+    "text": [
+        # Alpaca
+        ColumnLayout({"instruction": "string", "output": "string"}, "alpaca"),
+        # score of 0 or 1
+        ColumnLayout(
+            {"instruction": "string", "response": "string", "score": "number or string"}, "alpaca"
+        ),
+        ColumnLayout({"instruction": "string", "response": "string"}, "alpaca"),
+        # OpenOrca
+        ColumnLayout({"question": "string", "response": "string"}, "orca"),
+        # chats, system column
+        ColumnLayout(
+            {"messages": "list", "system": "string or null"}, "chat", keys=("messages", "")
+        ),
+        ColumnLayout({"messages": "list"}, keys=("messages", "")),
+        # ShareGPT, system column
+        ColumnLayout(
+            {"conversations": "list", "system": "string or null"},
+            "chat",
+            keys=("conversations", ""),
+        ),
+        # ShareGPT
+        ColumnLayout({"conversations": "list"}, keys=("conversations", "")),
+        ColumnLayout({"prompt": "list", "completion": "list"}),
+        ColumnLayout({"prompt": "string", "completion": "string"}),
+        ColumnLayout({"prompt": "string", "response": "string"}),
+        # GSM8K
+        ColumnLayout({"question": "string", "answer": "string"}),
+        ColumnLayout({"input": "string", "output": "string"}),
+        # RL prompts
+        ColumnLayout({"prompt": "list"}, keys=("prompt", "")),
+        ColumnLayout({"prompt": "string"}, keys=("prompt", "")),
+    ],
+}
+
+
+def flags_of(kind: str, layout: ColumnLayout) -> dict[str, Any]:
     """Return the --data.* flags that read a layout.
 
-    The `KEYS` flags name the layout's columns in order, or its `keys` ("" for no column). Layouts
-    with a list of messages need the chat template.
+    Layouts with a list of messages need the chat template.
     """
     flags: dict[str, Any] = {}
-    if "layout" in layout:
-        flags["layout"] = layout["layout"]
-    columns = layout["columns"]
-    if "list" in columns.values():
+    if layout.reader:
+        flags["layout"] = layout.reader
+    if "list" in layout.columns.values():
         flags["apply_chat_template"] = True
-    return flags | dict(zip(KEYS[kind], layout.get("keys", columns), strict=False))
+    return flags | dict(zip(KEYS[kind], layout.keys or layout.columns, strict=False))
 
 
 def _fits(row: Row, columns: Mapping[str, str]) -> bool:
@@ -231,7 +319,7 @@ def _layout_of(first: Row, kinds: Sequence[str], named: str) -> dict[str, Any]:
     """
     for name in kinds:
         for layout in LAYOUTS[name]:
-            if named in ("auto", layout.get("layout")) and _fits(first, layout["columns"]):
+            if named in ("auto", layout.reader) and _fits(first, layout.columns):
                 return flags_of(name, layout)
     return {}
 
