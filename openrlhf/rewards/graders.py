@@ -9,12 +9,12 @@ math-verify's signal-based timeout requires.
 import logging
 import re
 import threading
+from collections.abc import Sequence
 from typing import Any
 
 from latex2sympy2_extended import NormalizationConfig, normalize_latex
 from math_verify import parse, verify
 
-from openrlhf.config.flags import toml_beside
 from openrlhf.rewards.labels import math_answers
 
 SYMBOLIC_SECONDS = 5  # time limit of each call to math-verify
@@ -23,9 +23,38 @@ SYMBOLIC_SECONDS = 5  # time limit of each call to math-verify
 LONGEST_ANSWER = 1000
 logging.getLogger("math_verify").setLevel(logging.ERROR)  # warnings repeat the full response
 
-TABLES = toml_beside(__file__)
-SPELLING_RULES = TABLES["signs"] + TABLES["spelling"]
-VALUE_RULES = TABLES["signs"] + TABLES["value"]
+# Rules that rewrite answers in math-verify's normal form before they are compared, in order.
+# A rule is a regular expression and its replacement.
+# Symbols that do not change the value.
+SIGNS = [
+    (r"\^\s*\{?\\circ\}?", ""),
+    (r"\\?[%$]", ""),
+]
+# Rules to compare answers as text: unify notation.
+SPELLING_RULES = [
+    *SIGNS,
+    (r"\\text\{ [^{}]*\}\s*$", ""),
+    ("^[^=]{1,2}=(?=[^=]*$)", ""),
+    (r"\s+", ""),
+]
+# Rules to compare answers by value: remove what does not change the value, and unify numbers.
+VALUE_RULES = [
+    *SIGNS,
+    (r"\\text\{([^{}]*)\}", r"\1"),
+    (r"\s*\bmillion\b", "*10^6"),
+    (r"\s*\bbillion\b", "*10^9"),
+    (r"\s*\btrillion\b", "*10^{12}"),
+    (
+        r"(?<![a-zA-Z\\])(?:(?:degree|cm|centimeter|meter|mile|second|minute|hour|day|week|month"
+        r"|year|yard)s?|foot|feet|inch(?:es)?)(?![a-zA-Z])(?:\s*\^\s*\{?\d\}?)?",
+        "",
+    ),
+    (r"^\s*\{(.*)\}\s*$", r"\1"),
+    (r"(?<=\d),(?=\d{3}(?!\d))(?![^(\[]*[)\]])", ""),
+    (r"(?<![\d.])(\d+)\.0*(?!\d)", r"\1"),
+    (r"(?<![^\s\d(\[,-])\\frac\{(-?\d+)\}\{(\d+)\}(?=\s*(?:$|[,)\]]))", r" \1/\2"),
+    (r"\^\{(\w)\}", r"^\1"),
+]
 # math-verify's removal of units is off, because it would also remove variables such as t.
 NORMAL_FORM = NormalizationConfig(malformed_operators=True, boxed="none")
 _MIXED = re.compile(r"(?<![\w^.])(\d+) +(\d+)/(\d+)")
@@ -132,7 +161,7 @@ def _as_fraction(mixed: re.Match[str]) -> str:
     return f"{int(whole) * int(denominator) + int(numerator)}/{denominator}"
 
 
-def _rewrite(text: str, rules: list[list[str]]) -> str:
+def _rewrite(text: str, rules: Sequence[tuple[str, str]]) -> str:
     text = normalize_latex(text, NORMAL_FORM)
     for pattern, replacement in rules:
         text = re.sub(pattern, replacement, text)
