@@ -283,12 +283,11 @@ def check_answer_room(
         f"{cut} of {len(lengths)} prompts leave no room for an answer in --data.max_len {max_len}, "
         f"which limits prompt plus answer: the longest has {max(lengths)} tokens."
     )
+    fix = "Raise --data.max_len, or set --rollout.max_new_tokens to truncate long prompts."
     if max_new_tokens:
         seen += f" They are truncated to their last {longest} tokens."
         fix = f"Raise --data.max_len, or lower --rollout.max_new_tokens {max_new_tokens}."
-        return [Finding(seen, fix)]
-    fix = "Raise --data.max_len, or set --rollout.max_new_tokens to truncate long prompts."
-    return [Finding(seen, fix, fails=True)]
+    return [Finding(seen, fix, fails=not max_new_tokens)]
 
 
 def dated_template(tokenizer: PreTrainedTokenizerBase) -> list[Finding]:

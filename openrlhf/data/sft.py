@@ -82,8 +82,15 @@ class SFTDataset(TokenizedRows[SFTRow]):
             )
         if pretrain:
             data = replace(data, output_key=None, apply_chat_template=False)
-        if not (pretrain or data.output_key or data.apply_chat_template):
-            _refuse_rows_without_answers(dataset, data.input_key)
+        has_answers = pretrain or data.output_key or data.apply_chat_template
+        columns = dataset.column_names
+        if not has_answers and data.input_key in columns:  # `columns_read` reports a missing column
+            raise DataError(
+                f"No column with answers was found in {source_of(dataset)}: --data.output_key is "
+                f"not set. The columns are {list_columns(columns)}. Set --data.output_key to the "
+                "column with the answers (--data.output_key chosen for pairs, or train on them "
+                "with `openrlhf dpo`), or pass --data.apply_chat_template for chats."
+            )
         self.ends = Ends.of(tokenizer)
         super().__init__(dataset, tokenizer, data)
         unended = sum(self.rows["unended"])
@@ -185,19 +192,3 @@ class SFTDataset(TokenizedRows[SFTRow]):
             "unended": passage.unended,
             "cut": len(known.tokens) > len(tokens),
         }
-
-
-def _refuse_rows_without_answers(dataset: Dataset, input_key: str) -> None:
-    """Raise a DataError for a dataset in which no column contains the answers.
-
-    A missing input column is reported by another check.
-    """
-    columns = dataset.column_names
-    if input_key not in columns:
-        return
-    raise DataError(
-        f"No column with answers was found in {source_of(dataset)}: --data.output_key is not set. "
-        f"The columns are {list_columns(columns)}. Set --data.output_key to the column with the "
-        "answers (--data.output_key chosen for pairs, or train on them with `openrlhf dpo`), or "
-        "pass --data.apply_chat_template for chats."
-    )
