@@ -345,15 +345,12 @@ class Experience(Ragged):
         rows: list[Trajectory] = []
         trajectory_ids: list[int] = []
         group_ids: list[int] = []
-        rewards: list[float] = []
         truncated: list[bool] = []
         for number, trajectory in enumerate(trajectories):
-            reward = math.nan if trajectory.reward is None else trajectory.reward
             for conversation in trajectory.conversations:
                 rows.append(conversation)
                 trajectory_ids.append(number)
                 group_ids.append(trajectory.prompt.index)
-                rewards.append(reward)
                 truncated.append(trajectory.truncated)
         columns: dict[str, Tensor] = {}
         if len(rows) > len(trajectories):
@@ -366,8 +363,7 @@ class Experience(Ragged):
             rollout_logprobs=_flat([row.rollout_logprobs for row in rows], torch.float32),
             group_ids=torch.tensor(group_ids, dtype=torch.long),
             truncated=torch.tensor(truncated, dtype=torch.bool),
-            rewards=torch.tensor(rewards, dtype=torch.float32),
-            turn_rewards=turn_reward_column(trajectories),
+            **reward_columns(trajectories),
             **columns,
         )
 
@@ -433,22 +429,29 @@ def _shared_columns(rows: Sequence[Trajectory]) -> set[str]:
     return set(rows[0].columns).intersection(*(row.columns for row in rows))
 
 
-def turn_reward_column(trajectories: Sequence[Trajectory]) -> Float[Tensor, " N"] | None:
-    """Return the reward of each turn at the turn's last token, zero elsewhere.
+def reward_columns(trajectories: Sequence[Trajectory]) -> dict[str, Tensor | None]:
+    """Return the columns `rewards` and `turn_rewards`.
 
-    Returns None if no episode has turn rewards.
+    Each turn's reward is at the turn's last token. `turn_rewards` is None if no episode has any.
     """
+    rewards: list[float] = []
     places: list[int] = []
     amounts: list[float] = []
     start = 0  # position of the row in the column
     for trajectory in trajectories:
+        reward = math.nan if trajectory.reward is None else trajectory.reward
         for row in trajectory.conversations:
+            rewards.append(reward)
             for position, amount in row.turn_rewards:
                 places.append(start + position)
                 amounts.append(amount)
             start += len(row.tokens)
-    if not places:
-        return None
-    column = np.zeros(start)
-    np.add.at(column, places, amounts)  # unlike +=, adds up several rewards of the same token
-    return torch.tensor(column, dtype=torch.float32)
+    turn_rewards = None
+    if places:
+        column = np.zeros(start)
+        np.add.at(column, places, amounts)  # unlike +=, adds up several rewards of the same token
+        turn_rewards = torch.tensor(column, dtype=torch.float32)
+    return {
+        "rewards": torch.tensor(rewards, dtype=torch.float32),
+        "turn_rewards": turn_rewards,
+    }

@@ -47,7 +47,7 @@ class StepDataset(TokenizedRows[StepRow]):
             dataset, {"--data.input_key": data.input_key, "--data.label_key": data.label_key}
         )
         self.placeholder = one_token(
-            tokenizer, self.prm.placeholder_token or "", "--prm.placeholder_token"
+            tokenizer, self.prm.placeholder_token, "--prm.placeholder_token"
         )
         self.reward_tokens = [
             one_token(tokenizer, token, "--prm.reward_tokens") for token in self.prm.reward_tokens

@@ -6,7 +6,6 @@ batch.
 """
 
 import asyncio
-import math
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
@@ -17,7 +16,7 @@ from torch import Tensor
 
 from openrlhf.cluster.worker_group import WorkerGroup, wait_for
 from openrlhf.config.rollout import RewardConfig
-from openrlhf.core.batches import Experience, Ragged, turn_reward_column
+from openrlhf.core.batches import Experience, Ragged, reward_columns
 from openrlhf.core.trajectory import Trajectory
 from openrlhf.data.batching import row_costs
 from openrlhf.observability.metrics import Last, Metric
@@ -56,15 +55,7 @@ class EpisodeRows:
         """
         if self._rows is None:
             return EpisodeRows(episodes)
-        rewards: list[float] = []
-        for episode in episodes:
-            rewards.append(math.nan if episode.reward is None else episode.reward)
-        rows = replace(
-            self._rows,
-            rewards=torch.tensor(rewards)[self._rows.episode_of_row],
-            turn_rewards=turn_reward_column(episodes),
-        )
-        return EpisodeRows(episodes, rows)
+        return EpisodeRows(episodes, replace(self._rows, **reward_columns(episodes)))
 
     def episodes_with(self, columns: Sequence[str]) -> list[Trajectory]:
         """Return the episodes, with each conversation's slice of the named columns attached."""
