@@ -2,7 +2,7 @@
 
 import math
 import re
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 from openrlhf.checks import Finding
@@ -50,7 +50,7 @@ READERS: dict[str, Callable[[Any], Any]] = {
 
 
 def check_labels(
-    verifier: str, labels: Iterable[Any], *, column: str, origin: Callable[[int], str]
+    verifier: str, labels: Sequence[Any], *, column: str, origin: Callable[[int], str]
 ) -> list[Finding]:
     """Return a failure if a verifier cannot parse some of the labels.
 
@@ -59,10 +59,8 @@ def check_labels(
     """
     read = READERS[verifier]
     unreadable = 0
-    count = 0
     first = ""
     for number, label in enumerate(labels):
-        count += 1
         try:
             read(label)
         except ValueError as error:
@@ -72,8 +70,8 @@ def check_labels(
     if not unreadable:
         return []
     seen = (
-        f"{unreadable} of {count} labels cannot be parsed, so answers to their prompts could never "
-        f"be rewarded. First: {first}."
+        f"{unreadable} of {len(labels)} labels cannot be parsed, so answers to their prompts could "
+        f"never be rewarded. First: {first}."
     )
     fix = "Remove or correct these rows, or choose a different column with --data.label_key."
     return [Finding(seen, fix, fails=True)]
