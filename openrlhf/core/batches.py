@@ -10,11 +10,11 @@ columns of shape (B,), and offsets of shape (B+1,). Two rows of 2 and 3 tokens:
 Nothing is padded until a model or a formula needs a block (B, T), so memory and time grow only
 with the number of tokens. `Layout` converts columns to blocks and back.
 
-A field's role is in its metadata: one entry per token, one entry per row, or `Items` with any
-number of entries per row. An entry may have additional dimensions. For example, a per-token
-column of the experts that each layer chose is (N, layers, experts), and a payload of image patches
-is (M, pixels). Checks, `select`, `split` and `to` read the role, so that a subclass only has to
-declare its columns.
+A field's role is in its metadata: one entry per token or one entry per row. An entry may have
+additional dimensions: a per-token column of the experts that each layer chose is (N, layers,
+experts). `Items` are a per-row column with any number of entries per row, such as image patches (M,
+pixels). Checks, `select`, `split` and `to` read the role, so that a subclass only has to declare
+its columns.
 """
 
 # ruff: noqa: RUF009 — `per_token` and `per_row` are `dataclasses.field` with a role.
@@ -32,7 +32,6 @@ from openrlhf.core.trajectory import Trajectory
 
 PER_TOKEN = "token"
 PER_ROW = "row"
-PER_ITEM = "item"
 
 
 def per_token(**kwargs: Any) -> Any:
@@ -41,13 +40,8 @@ def per_token(**kwargs: Any) -> Any:
 
 
 def per_row(**kwargs: Any) -> Any:
-    """Return a dataclass field for a column of shape (B,)."""
+    """Return a dataclass field for a column of shape (B,), or for `Items` with B rows."""
     return field(metadata={"role": PER_ROW}, **kwargs)
-
-
-def per_item(**kwargs: Any) -> Any:
-    """Return a dataclass field for `Items` with B rows."""
-    return field(metadata={"role": PER_ITEM}, **kwargs)
 
 
 per_sample = per_row  # former name, still supported for plug-in files
@@ -104,8 +98,8 @@ class Column(NamedTuple):
     """A column of a batch that has been computed."""
 
     name: str
-    role: str  # PER_TOKEN, PER_ROW or PER_ITEM
-    values: Any  # a tensor, or `Items` for PER_ITEM
+    role: str  # PER_TOKEN or PER_ROW
+    values: Any  # a tensor or `Items`
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -118,11 +112,7 @@ class Flat:
     offsets: Int[Tensor, " B+1"]
 
     def __post_init__(self) -> None:
-        expected = {
-            PER_TOKEN: self.num_tokens,
-            PER_ROW: self.num_rows,
-            PER_ITEM: self.num_rows,
-        }
+        expected = {PER_TOKEN: self.num_tokens, PER_ROW: self.num_rows}
         for column in self.columns():
             if len(column.values) != expected[column.role]:
                 raise ValueError(
@@ -166,7 +156,7 @@ class Flat:
     def select(self, rows: Sequence[int] | Tensor) -> Self:
         """Return a batch with copies of the given rows in the given order."""
         index = torch.as_tensor(rows, dtype=torch.long)
-        places = {PER_ROW: index, PER_ITEM: index, PER_TOKEN: self.places_of(rows)}
+        places = {PER_ROW: index, PER_TOKEN: self.places_of(rows)}
         selected: dict[str, Tensor | Items] = {}
         for column in self.columns():
             selected[column.name] = column.values[places[column.role]]

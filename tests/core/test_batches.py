@@ -19,7 +19,6 @@ from openrlhf.core.batches import (
     Ragged,
     TokenRows,
     offsets_of,
-    per_item,
     per_row,
     per_sample,
     per_token,
@@ -36,7 +35,7 @@ class Pictured(Ragged):
     """A batch with routed experts for each token and image patches for each row."""
 
     experts: torch.Tensor = per_token()  # noqa: RUF009 — (N, layers, experts)
-    patches: Items = per_item()  # noqa: RUF009 — values (M, pixels)
+    patches: Items = per_row()  # noqa: RUF009 — values (M, pixels)
 
 
 def batch_of(lengths: list[int]) -> Experience:
