@@ -1,6 +1,6 @@
 """The stages of an RL run: which models score the episodes, and when."""
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from openrlhf.cluster.worker_group import WorkerGroup
@@ -16,46 +16,30 @@ from openrlhf.workers.policy import PolicyWorker
 
 @dataclass(frozen=True, kw_only=True)
 class RunStages:
-    """The stages of a run: the `rewards`, and the `columns` needed by the update."""
+    """The stages of a run."""
 
-    config: PPOConfig
     rewards: RewardStage
-    columns: list[Stage]
-
-    @property
-    def of_prompt(self) -> list[Stage]:
-        """The stages that score the samples of a prompt as soon as they have finished."""
-        early: list[Stage] = []
-        if self._rewards_come_early:
-            early.append(self.rewards)
-        if self.config.train.async_enable:
-            early += [stage for stage in self.columns if not _asks_policy(stage)]
-        return early
-
-    @property
-    def of_batch(self) -> list[Stage]:
-        """The stages that score a step's batch.
-
-        A column that `of_prompt` has computed is not computed again.
-        """
-        if self._rewards_come_early:
-            return self.columns
-        return [self.rewards, *self.columns]
-
-    @property
-    def _rewards_come_early(self) -> bool:
-        """True if a prompt's samples get their rewards before the batch is complete.
-
-        Dynamic filtering needs the rewards early. In an asynchronous run, scoring overlaps with
-        training.
-        """
-        return self.config.train.async_enable or self.config.algo.dynamic_filtering_enable
+    of_prompt: Sequence[Stage]  # score the samples of a prompt as soon as they have finished
+    of_batch: Sequence[Stage]  # score a step's batch, without the columns of `of_prompt`
 
 
 def make_stages(config: PPOConfig, groups: Mapping[str, WorkerGroup]) -> RunStages:
-    """Return the stages of a run that has the worker groups `groups`, keyed by role."""
+    """Return the stages of a run that has the worker groups `groups`, keyed by role.
+
+    Dynamic filtering needs a prompt's rewards before the batch is complete. In an asynchronous run,
+    scoring overlaps with training.
+    """
     rewards = RewardStage(workers=groups.get("reward"), reward=config.reward)
-    return RunStages(config=config, rewards=rewards, columns=column_stages(config, groups))
+    columns = column_stages(config, groups)
+    early: list[Stage] = []
+    late = columns
+    if config.train.async_enable or config.algo.dynamic_filtering_enable:
+        early.append(rewards)
+    else:
+        late = [rewards, *columns]
+    if config.train.async_enable:
+        early += [stage for stage in columns if not _asks_policy(stage)]
+    return RunStages(rewards=rewards, of_prompt=early, of_batch=late)
 
 
 def column_stages(config: PPOConfig, groups: Mapping[str, WorkerGroup]) -> list[Stage]:
