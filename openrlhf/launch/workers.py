@@ -44,31 +44,24 @@ def worker_of(role: str, config: PPOConfig, prompts: int) -> ModelWorker:
     """Return the worker class and the settings of a role in a run with `prompts` prompts."""
     match role:
         case "actor":
-            return PolicyWorker, policy_settings(config, prompts)
+            # the policy is not trained in the critic's first steps
+            steps = settings.optimizer_steps(config, prompts, after=config.frozen_steps)
+            path = config.actor.model_name_or_path
+            return PolicyWorker, settings.trained_settings(config, path, steps)
         case "ref":
             return ReferenceWorker, frozen_settings(config, config.actor.model_name_or_path)
         case "teacher":
             assert config.local_teacher
             return ReferenceWorker, frozen_settings(config, config.local_teacher)
         case "critic":
-            return CriticWorker, critic_settings(config, prompts)
+            assert config.critic.model_name_or_path
+            steps = settings.optimizer_steps(config, prompts)
+            path = config.critic.model_name_or_path
+            return CriticWorker, settings.trained_settings(config, path, steps)
         case "reward":
             return RewardWorker, settings.reward_settings(config)
         case _:
             raise ValueError(f"the role {role} has no worker class")
-
-
-def policy_settings(config: PPOConfig, prompts: int) -> RoleSettings:
-    """Return the settings of the policy, which is not trained in the critic's first steps."""
-    steps = settings.optimizer_steps(config, prompts, after=config.frozen_steps)
-    return settings.trained_settings(config, config.actor.model_name_or_path, steps)
-
-
-def critic_settings(config: PPOConfig, prompts: int) -> RoleSettings:
-    """Return the settings of the critic, which is trained in every step."""
-    assert config.critic.model_name_or_path
-    steps = settings.optimizer_steps(config, prompts)
-    return settings.trained_settings(config, config.critic.model_name_or_path, steps)
 
 
 def frozen_settings(config: PPOConfig, path: str) -> RoleSettings:
