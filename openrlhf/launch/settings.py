@@ -35,13 +35,11 @@ RANDOM_LAYERS = ("dropout", "pdrop", "jitter")
 
 
 def needs_old_logprobs(config: PPOConfig) -> bool:
-    """Return whether the trainer recomputes log π_old before the update."""
-    return config.needs_old_policy or has_dropout(config)
+    """Return whether the trainer recomputes log π_old before the update.
 
-
-def has_dropout(config: PPOConfig) -> bool:
-    """Return whether the policy's forward pass is random during training."""
-    if config.ds.lora.rank and config.ds.lora.dropout:
+    A random forward pass, for example with dropout, would give a different log π_old.
+    """
+    if config.needs_old_policy or (config.ds.lora.rank and config.ds.lora.dropout):
         return True
     model = load_spec(config, config.actor.model_name_or_path)
     return _has_random_layers(configuration(model).to_dict())
