@@ -34,7 +34,7 @@ from openrlhf.config.pipeline import PipelineConfig
 from openrlhf.config.stages import STAGE_COMMANDS
 from openrlhf.files import HASH_BLOCK_BYTES, HASHED_BLOCKS, fingerprint, write_atomically
 from openrlhf.launch.pipeline_file import STAGE_REFERENCE, Stage, read_stages
-from openrlhf.launch.pipeline_report import Result, write_pipeline_report
+from openrlhf.launch.pipeline_report import write_pipeline_report
 from openrlhf.locks import locked
 from openrlhf.masking import hide, without_secrets
 from openrlhf.observability.run_folder import set_aside
@@ -292,24 +292,21 @@ class Pipeline:
         if state == DONE or dry:
             say(f"{stage.name}: {state}")
             return
-        record = Record(inputs=inputs, seconds=0.0, finished=None)
         line = f"{stage.name}: {state}"
-        if state == RESUMES:
-            record["seconds"] = old["seconds"]
-        else:
+        if state != RESUMES:
             aside = set_aside(self.folder, [stage.name, f"{stage.name}.json"])
             if aside:
                 line += f". The old result is in {aside}."
         say(line)
-        self.execute_stage(stage, record, lock, resumes=state == RESUMES)
+        self.execute_stage(stage, inputs, lock)
 
-    def execute_stage(
-        self, stage: Stage, record: Record, lock: int | None, *, resumes: bool
-    ) -> None:
-        """Run a stage's process.
+    def execute_stage(self, stage: Stage, inputs: dict[str, Any], lock: int | None) -> None:
+        """Run a stage's process, which continues if its folder and record were not moved aside.
 
         Raises SystemExit with the process's exit status if the process fails.
         """
+        record = self.record(stage)
+        record["inputs"] = inputs
         folder = self.folder / stage.name
         folder.mkdir(exist_ok=True)
         file = self.folder / f"{stage.name}.json"
@@ -317,7 +314,7 @@ class Pipeline:
         start = time.monotonic()
         status = None
         try:
-            status = execute(self.words(stage, resumes=resumes), lock)
+            status = execute(self.words(stage), lock)
             if status == 0 and not self.has_result(stage.name):
                 missing = self.result(stage.name)
                 alert(f"{self.file}: stage {stage.name} did not write {missing}.")
@@ -368,34 +365,24 @@ class Pipeline:
             record["finished"] = answers.stat().st_mtime
         return record
 
-    def words(self, stage: Stage, *, resumes: bool) -> list[str]:
-        """Return the command line of a stage.
-
-        A resumed stage loads its newest checkpoint, if it has one.
-        """
+    def words(self, stage: Stage) -> list[str]:
+        """Return the command line of a stage, which loads the newest checkpoint in its folder."""
         if stage.run:
             return shlex.split(self.filled(stage, stage.run))
         launcher = shlex.split(self.filled(stage, stage.launcher)) or [sys.executable, "-m"]
         flags = ["--config", str(self.write_flags(stage))]
-        if resumes and any((self.folder / stage.name).glob("checkpoints/*")):
+        if any((self.folder / stage.name).glob("checkpoints/*")):
             flags.append("--ckpt.load_enable")
         return [*launcher, "openrlhf.cli.main", stage.command, *flags]
 
     def report(self) -> Path:
         """Write the report page for all stages that have run, and return its path."""
-        results: list[Result] = []
+        seconds: dict[str, float] = {}
         for stage in self.stages:
             record = self.record(stage)
             if record["inputs"]:
-                result = Result(
-                    name=stage.name,
-                    folder=self.folder / stage.name,
-                    command=stage.command,
-                    group=stage.group,
-                    seconds=record["seconds"],
-                )
-                results.append(result)
-        return write_pipeline_report(self.folder / "report.html", results, title=self.file.stem)
+                seconds[stage.name] = record["seconds"]
+        return write_pipeline_report(self.folder, self.stages, seconds, title=self.file.stem)
 
 
 def execute(words: Sequence[str], lock: int | None) -> int:

@@ -5,14 +5,14 @@ content of each stage's report.
 """
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from math import sqrt
 from pathlib import Path
 from statistics import fmean, stdev
 
+from openrlhf.launch.pipeline_file import Stage
 from openrlhf.observability.lines import compact
 from openrlhf.observability.report import main_numbers, read_series, short_label, write_report
-from openrlhf.observability.run_folder import METRICS, read_lines
+from openrlhf.observability.run_folder import METRICS, REPORT, read_lines
 
 MAX_NUMBERS = 3  # maximum number of main metrics in a stage's row
 # 97.5 % quantiles of Student's t for 1 to 9 degrees of freedom.
@@ -20,36 +20,33 @@ MAX_NUMBERS = 3  # maximum number of main metrics in a stage's row
 STUDENT_T = (12.706, 4.303, 3.182, 2.776, 2.571, 2.447, 2.365, 2.306, 2.262)
 
 
-@dataclass(frozen=True, kw_only=True)
-class Result:
-    """The result of a stage that has run. Stages in the same `group` differ only in their seed."""
+def write_pipeline_report(
+    folder: Path, stages: Sequence[Stage], seconds: Mapping[str, float], *, title: str
+) -> Path:
+    """Write the page to the pipeline's `folder`, and return its path.
 
-    name: str
-    folder: Path
-    command: str
-    group: str
-    seconds: float
-
-
-def write_pipeline_report(path: Path, results: Sequence[Result], *, title: str) -> Path:
-    """Write the page and return its path."""
+    `seconds` maps each stage that has run to its run time.
+    """
     table = [["stage", "command", "seconds", "main numbers, first → last"]]
     folders: dict[str, Path] = {}
     groups: dict[str, list[Mapping[str, float]]] = {}
-    for result in results:
-        folders[result.name] = result.folder
-        numbers = main_numbers(read_series(read_lines(result.folder / METRICS)))
+    for stage in stages:
+        if stage.name not in seconds:
+            continue
+        folders[stage.name] = folder / stage.name
+        numbers = main_numbers(read_series(read_lines(folder / stage.name / METRICS)))
         texts: list[str] = []
         for number in numbers[:MAX_NUMBERS]:
             # Show an unchanged number only once.
             ends = dict.fromkeys([compact(number.first), compact(number.last)])
             texts.append(f"{short_label(number.name)} {' → '.join(ends)}")
-        command = result.command or "run"
-        table.append([result.name, command, f"{result.seconds:.0f}", "; ".join(texts)])
-        if result.group:
+        command = stage.command or "run"
+        table.append([stage.name, command, f"{seconds[stage.name]:.0f}", "; ".join(texts)])
+        if stage.group:
             last = {short_label(number.name): number.last for number in numbers}
-            groups.setdefault(result.group, []).append(last)
-    return write_report(path, folders, title=title, tables=[table, *seed_tables(groups)])
+            groups.setdefault(stage.group, []).append(last)
+    tables = [table, *seed_tables(groups)]
+    return write_report(folder / REPORT, folders, title=title, tables=tables)
 
 
 def seed_tables(groups: Mapping[str, Sequence[Mapping[str, float]]]) -> list[list[list[str]]]:

@@ -19,8 +19,8 @@ from openrlhf.config.stages import STAGE_COMMANDS
 from openrlhf.data.feedback import PreferenceDataset
 from openrlhf.data.layouts import recognise
 from openrlhf.launch.pipeline import Pipeline
-from openrlhf.launch.pipeline_file import read_stages
-from openrlhf.launch.pipeline_report import Result, interval, write_pipeline_report
+from openrlhf.launch.pipeline_file import Stage, read_stages
+from openrlhf.launch.pipeline_report import interval, write_pipeline_report
 from tests.config.commands import ROOTS
 from tests.data.small import PLAIN_CHAT, build_tokenizer
 from tests.ranks import ROOT
@@ -410,17 +410,18 @@ def test_every_command_with_a_result_can_be_a_stage() -> None:
 
 
 def test_report_has_row_per_stage_and_confidence_intervals_over_seeds(tmp_path: Path) -> None:
-    results = []
+    stages: list[Stage] = []
     for seed, passed in enumerate((0.4, 0.5, 0.6)):
         folder = tmp_path / f"dpo{seed}"
         folder.mkdir()
         row = {"step": 0, "time": 0.0, "eval/eval_sort_pass1": passed}
         (folder / "metrics.jsonl").write_text(json.dumps(row) + "\n")
         (folder / "report.html").write_text("its own")
-        results.append(
-            Result(name=folder.name, folder=folder, command="eval", group="DPO", seconds=7.0)
-        )
-    page = write_pipeline_report(tmp_path / "report.html", results, title="t").read_text()
+        stages.append(Stage(name=folder.name, command="eval", group="DPO"))
+    unfinished = Stage(name="rm", command="rm")
+    seconds = dict.fromkeys(("dpo0", "dpo1", "dpo2"), 7.0)
+    page = write_pipeline_report(tmp_path, [*stages, unfinished], seconds, title="t").read_text()
+    assert "<td>rm</td>" not in page
     # the 95 % margin of error is 4.303 * 0.1 / sqrt(3) = 0.248
     assert all(
         text in page
