@@ -42,17 +42,17 @@ class RayLoss:
     ) -> None:
         self._advice = advice
         self._restart = restart
-        self._closings: list[Callable[[], None]] = []
+        self._close: Callable[[], None] | None = None
         self.finished = False  # True once the command's work is done and only the exit is left
 
     @contextmanager
     def closing(self, close: Callable[[], None]) -> Iterator[None]:
         """Call `close` if Ray dies before the block exits."""
-        self._closings.append(close)
+        self._close = close
         try:
             yield
         finally:
-            self._closings.remove(close)
+            self._close = None
 
     def __call__(self, lost: RayProcess) -> NoReturn:
         """Exit or replace this process."""
@@ -63,7 +63,10 @@ class RayLoss:
                 flags = self._restart(lost)
                 if flags is None:
                     alert(f"error: {lost.death} {self._advice()}")
-            self._close()
+            if self._close:
+                closing = threading.Thread(target=self._close, daemon=True)
+                closing.start()
+                closing.join(CLOSE_TIMEOUT_S)
         with suppress(Exception):
             kill_processes(of_ray=lost.own)
             if flags is not None and not termination.asked():
@@ -75,20 +78,6 @@ class RayLoss:
         if self.finished:
             os._exit(0)
         os._exit(termination.asked() or ERROR_STATUS)
-
-    def _close(self) -> None:
-        """Call the registered functions.
-
-        Stop waiting for the functions after CLOSE_TIMEOUT_S in total.
-        """
-
-        def close_all() -> None:
-            for close in reversed(self._closings):
-                close()
-
-        thread = threading.Thread(target=close_all, daemon=True)
-        thread.start()
-        thread.join(CLOSE_TIMEOUT_S)
 
 
 def inherited(variable: str) -> int:

@@ -49,4 +49,4 @@ def test_close_callback_is_removed_if_its_block_raises() -> None:
     loss = RayLoss()
     with pytest.raises(ValueError), loss.closing(lambda: None):
         raise ValueError
-    assert loss._closings == []
+    assert loss._close is None
