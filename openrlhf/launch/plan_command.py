@@ -49,7 +49,10 @@ def print_plan(config: PlanConfig, words: Sequence[str]) -> None:
         found["speed"] = estimate
     if config.longest:
         longest = advice.longest_length(planned, cluster)
-        lines += ["", _longest(longest)]
+        sentence = f"The largest --data.max_len that fits with these flags is {longest}."
+        if longest == 0:
+            sentence = "No --data.max_len fits with these flags."
+        lines += ["", sentence]
         found["longest"] = longest
     if config.json:
         lines = [json.dumps(found, indent=2)]
@@ -91,9 +94,3 @@ def planned_config(command: str, words: Sequence[str], cluster: Cluster) -> Any:
         raise ConfigError([*reader.problems, *mistakes])
     notice(*(f"Required before the command can start: {sentence}" for sentence in missing))
     return config
-
-
-def _longest(longest: int) -> str:
-    if longest == 0:
-        return "No --data.max_len fits with these flags."
-    return f"The largest --data.max_len that fits with these flags is {longest}."
