@@ -14,11 +14,12 @@ from dataclasses import dataclass
 from itertools import zip_longest
 from pathlib import Path
 from statistics import fmean
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, cast
 
 import yaml
 from jinja2 import Environment, FileSystemLoader
 
+from openrlhf.config.options import leaves
 from openrlhf.files import write_atomically
 from openrlhf.observability.charts import Curve, Line, make_lines
 from openrlhf.observability.glossary import find_spec
@@ -242,16 +243,7 @@ def read_flags(config: str) -> dict[str, Any]:
         return {}
     if not isinstance(tree, dict):  # for example, an empty file
         return {}
-    return _flatten(tree, "")
-
-
-def _flatten(tree: Any, prefix: str) -> dict[str, Any]:
-    if not isinstance(tree, dict):
-        return {prefix: tree}
-    values: dict[str, Any] = {}
-    for name, value in tree.items():
-        values |= _flatten(value, f"{prefix}.{name}".lstrip("."))
-    return values
+    return dict(leaves(cast("dict[Any, Any]", tree), {}, ""))
 
 
 def compare(runs: Mapping[str, Series]) -> list[Panel]:
