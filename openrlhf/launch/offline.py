@@ -13,7 +13,7 @@ from transformers import PreTrainedTokenizerBase
 
 from openrlhf.checkpoints.export import check_disk_room
 from openrlhf.checkpoints.manager import CheckpointManager
-from openrlhf.checkpoints.manifest import Checkpoint, RunState
+from openrlhf.checkpoints.manifest import Checkpoint
 from openrlhf.checks import Finding, collect, report
 from openrlhf.config.effects import unused_flags
 from openrlhf.config.machine import world_size
@@ -29,6 +29,7 @@ from openrlhf.data.shown import SHOWN, show_batch, show_template
 from openrlhf.data.templates import fill_template
 from openrlhf.data.tokenizer import get_tokenizer, require_vocabulary
 from openrlhf.data.trained_format import kept_format, prompts_in, with_trained_format
+from openrlhf.launch.beginning import initial_state, record_plan
 from openrlhf.launch.identity import offline_identity
 from openrlhf.launch.planning import memory_findings, plan_lines, plan_of_run
 from openrlhf.launch.precompute import with_reference
@@ -38,7 +39,7 @@ from openrlhf.models.loading import ModelError, configuration, end_tokens
 from openrlhf.models.proof import UNPROVEN, prove_layout
 from openrlhf.models.stored_files import check_can_be_exported
 from openrlhf.observability.recorder import Recorder
-from openrlhf.planning import table
+from openrlhf.observability.run_folder import TEXTS
 from openrlhf.planning.plan import Plan as MemoryPlan
 from openrlhf.reporting import is_first, say
 from openrlhf.termination import exit_on_signals
@@ -108,11 +109,10 @@ def train(
 ) -> None:
     """Train a task from the start or from a checkpoint, and export the model."""
     ds = task.config.ds
-    layout = RankLayout.from_flags(ds, processes=world_size())
     # Create the strategy before loading the rows, because processes on the same machine share them.
     strategy = Strategy(
         ds,
-        layout,
+        RankLayout.from_flags(ds, processes=world_size()),
         seed=task.config.train.seed,
         full_determinism=task.config.train.full_determinism_enable,
     )
@@ -124,34 +124,30 @@ def train(
     first_start = checkpoint.state.first_start if checkpoint else FirstStart.here()
     first_start = strategy.broadcast(first_start)
     plan = make_plan(task, tokenizer, first_start)
-    start = RunState(
-        step=0,
-        run_dir=os.path.abspath(task.config.run.dir),
-        started=first_start.moment,
-        trained_format=first_start.trained_format,
+    start = initial_state(
+        task.config,
+        checkpoint,
+        first_start,
+        layout=LAYOUT_FLAGS,
         engines={"": layout_of(strategy, task.config.optim)},
         identity=offline_identity(task, plan.train_rows),
         planned_updates=plan.total_steps,
     )
-    if checkpoint:
-        converts = ds.use_universal_ckpt
-        checkpoint.check_continued_by(start, layout=LAYOUT_FLAGS, converts=converts)
-        start = replace(start, run_dir=checkpoint.state.continued_folder(start.run_dir))
     engine = load_models(task, strategy, plan.total_steps, checkpoints)
     with recording(task, tokenizer, plan, strategy, start.run_dir, checkpoint) as recorder:
+        train_rows = plan.train_rows
+        eval_rows = plan.eval_rows
         if task.precomputes:
-            plan = replace(
-                plan,
-                train_rows=with_reference(task, plan.train_rows, engine),
-                eval_rows=plan.eval_rows and with_reference(task, plan.eval_rows, engine),
-            )
+            train_rows = with_reference(task, train_rows, engine)
+            if eval_rows:
+                eval_rows = with_reference(task, eval_rows, engine)
             task.frozen = {}
         trainer = SupervisedTrainer(
             task,
             engine,
             tokenizer=tokenizer,
-            train_rows=plan.train_rows,
-            eval_rows=plan.eval_rows,
+            train_rows=train_rows,
+            eval_rows=eval_rows,
             checkpoints=checkpoints,
             recorder=recorder,
             start=start,
@@ -178,10 +174,8 @@ def recording(
     with closing(Recorder(task.config, run_dir, resume_step=resume_step)) as recorder:
         recorder.display.note(f"{plan.summary} Processes: {strategy.layout.world_size}.")
         texts = first_texts(task, plan.train_rows, tokenizer)
-        recorder.folder.write_texts([show_template(tokenizer), *texts])
-        if plan.memory:
-            recorder.display.note(table.summary(plan.memory))
-            recorder.folder.write_plan(table.lines(plan.memory))
+        recorder.folder.write_lines(TEXTS, [show_template(tokenizer), *texts])
+        record_plan(plan.memory, recorder)
         yield recorder
 
 

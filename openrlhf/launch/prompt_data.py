@@ -14,7 +14,7 @@ from openrlhf.config.supervised import SFTDataConfig
 from openrlhf.data import first_look
 from openrlhf.data.clock import set_clock
 from openrlhf.data.errors import DataError, list_columns
-from openrlhf.data.first_start import now
+from openrlhf.data.first_start import FirstStart
 from openrlhf.data.layouts import recognise
 from openrlhf.data.loading import ALL_ROWS, Table, load_datasets
 from openrlhf.data.prompts import PromptDataset
@@ -40,19 +40,18 @@ class PromptData:
     pretraining: PretrainingMix | None
 
 
-def load_prompts(config: PPOConfig, *, started: str = "", follows: bool = True) -> PromptData:
+def load_prompts(config: PPOConfig, first_start: FirstStart) -> PromptData:
     """Return the tokenizer, the prompts and the pretraining text of an RL run.
 
-    `started` is the time of the run's first start, used by chat templates that render the date. If
-    `follows` is true, the default text format is the format in which the policy was trained. Raises
-    DataError or ModelError.
+    Chat templates that render the current date use the date of `first_start`. Raises DataError or
+    ModelError.
     """
     data = config.data
     flag = "--actor.model_name_or_path"
     path = config.actor.model_name_or_path
     policy = f"{flag} {path}"
     tokenizer = policy_tokenizer(config, path, flag=flag)
-    set_clock(tokenizer, started or now())
+    set_clock(tokenizer, first_start.moment)
     models = collect(
         partial(check_reward_models, config, tokenizer, policy=policy),
         partial(check_critic, config),
@@ -60,7 +59,7 @@ def load_prompts(config: PPOConfig, *, started: str = "", follows: bool = True) 
     )
     report(*models)
     trained_model = None
-    if follows:
+    if first_start.trained_format:
         trained_model = policy
     rows_of = partial(PromptDataset, image_key=data.image_key)
     prompts = partial(read_prompts, config, rows_of, tokenizer, model=trained_model)

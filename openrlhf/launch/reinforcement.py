@@ -1,14 +1,12 @@
 """Checks an RL run before its models are loaded, and creates the run."""
 
-import os
 from collections.abc import Callable, Iterable
-from dataclasses import replace
 from functools import partial
 from itertools import islice
 from pathlib import Path
 
 from openrlhf.checkpoints.manager import CheckpointManager
-from openrlhf.checkpoints.manifest import Checkpoint, RunState
+from openrlhf.checkpoints.manifest import Checkpoint
 from openrlhf.checks import Finding, collect, loaded, report
 from openrlhf.cluster.placement import Placement
 from openrlhf.cluster.ray_cluster import expected_machines
@@ -18,6 +16,7 @@ from openrlhf.data.prompts import PromptDataset
 from openrlhf.data.shown import SHOWN, show_template, show_text
 from openrlhf.launch import settings
 from openrlhf.launch.agents import check_agents
+from openrlhf.launch.beginning import initial_state
 from openrlhf.launch.identity import rl_identity
 from openrlhf.launch.pass_sizes import check_pass_sizes
 from openrlhf.launch.planning import memory_findings, plan_lines, plan_of_run
@@ -39,6 +38,10 @@ from openrlhf.rollout.engine_settings import Device
 from openrlhf.trainers.checkpointing import SOURCE_PART
 from openrlhf.trainers.remote_teacher import RemoteTeacher
 
+LAYOUT_FLAGS = (
+    "estimator, --ds.zero_stage, --ds.tensor_parallel_size, --ds.param_dtype, number of devices "
+    "per role, --actor.optim and --critic.optim"
+)
 MORE_STEPS = (
     "For more steps, lower --train.batch_size or --rollout.batch_size, raise --train.num_episodes "
     "or use more prompts."
@@ -66,28 +69,22 @@ def prepare(config: PPOConfig, processes: Processes) -> Run | None:
     checkpoints, checkpoint = find_checkpoint(config)
     begun = checkpoint.state.first_start if checkpoint else start_of_episodes(config)
     data = loaded(
-        partial(load_prompts, config, started=begun.moment, follows=begun.trained_format),
+        partial(load_prompts, config, begun),
         partial(check_reward_file, config.reward),
     )
     memory = plan_of_run(config, config.placement.cluster)
     found = check_parts(config, data, on_gpus=processes.plan.on_gpus)
     report(*found, *memory_findings(config, memory))
-    start = RunState(
-        step=0,
-        run_dir=os.path.abspath(config.run.dir),
-        started=begun.moment,
-        trained_format=begun.trained_format,
+    start = initial_state(
+        config,
+        checkpoint,
+        begun,
+        layout=LAYOUT_FLAGS,
         engines=settings.state_layouts(config),
         identity=rl_identity(config, data.train),
     )
     done = 0
     if checkpoint:
-        start = replace(start, run_dir=checkpoint.state.continued_folder(start.run_dir))
-        words = (
-            "estimator, --ds.zero_stage, --ds.tensor_parallel_size, --ds.param_dtype, number of "
-            "devices per role, --actor.optim and --critic.optim"
-        )
-        checkpoint.check_continued_by(start, layout=words, converts=config.ds.use_universal_ckpt)
         done = checkpoint.state.step
     replay = replay_folder(config, data, done=done)
     if config.dry_run:

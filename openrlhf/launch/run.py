@@ -13,13 +13,13 @@ from openrlhf.config.ppo import PPOConfig
 from openrlhf.core.trajectory import Trajectory
 from openrlhf.launch import settings
 from openrlhf.launch.agents import make_agents
+from openrlhf.launch.beginning import record_plan
 from openrlhf.launch.identity import episode_identity
 from openrlhf.launch.processes import Processes
 from openrlhf.launch.prompt_data import PromptData
 from openrlhf.launch.stages import make_stages
 from openrlhf.launch.workers import start_workers
 from openrlhf.observability.recorder import Recorder
-from openrlhf.planning import table
 from openrlhf.planning.plan import Plan
 from openrlhf.rewards.protocol import Reward
 from openrlhf.rewards.rule import reward_of
@@ -62,10 +62,8 @@ class Run:
     def __post_init__(self) -> None:
         resume_step = self.checkpoint.state.step if self.checkpoint else None
         self.recorder = Recorder(self.config, self.start.run_dir, resume_step=resume_step)
-        if self.memory:
-            self.recorder.display.note(table.summary(self.memory))
-            self.recorder.folder.write_plan(table.lines(self.memory))
-        self.log_dir = str(self.recorder.folder.logs.absolute())
+        record_plan(self.memory, self.recorder)
+        self.log_dir = str(self.recorder.folder.logs)
         self.loop = BackgroundLoop()
         self.fleet = self.processes.fleet
         self.reward: Reward | None = None
@@ -101,15 +99,21 @@ class Run:
             with self.fleet.naming_logs():
                 yield groups
 
-    def make_trainer(self, groups: Mapping[str, WorkerGroup]) -> PPOTrainer:
-        """Return the training loop, which continues from the checkpoint if there is one."""
+    def make_loop(self, groups: Mapping[str, WorkerGroup]) -> PPOTrainer | RolloutOnly:
+        """Return the training loop, which continues from the checkpoint if there is one.
+
+        With --rollout.only, return the loop that generates and scores samples without training.
+        """
         generator = self._make_generator()
         stages = make_stages(self.config, groups)
         source = self._make_source(generator, stages.of_prompt)
         self.ends.callback(source.close)
+        maker = ExperienceMaker(self.config, stages.of_batch)
+        if self.config.rollout.only:
+            return RolloutOnly(source, maker, self.recorder)
         trainer = assemble(
             source,
-            ExperienceMaker(self.config, stages.of_batch),
+            maker,
             self._make_publisher(groups["actor"]),
             policy=groups["actor"],
             critic=groups.get("critic"),
@@ -125,13 +129,6 @@ class Run:
         if self.checkpoint:
             trainer.resume(self.checkpoint)
         return trainer
-
-    def make_rollout_only(self, groups: Mapping[str, WorkerGroup]) -> RolloutOnly:
-        """Return the loop that generates and scores samples without training."""
-        stages = make_stages(self.config, groups)
-        source = self._make_source(self._make_generator(), stages.of_prompt)
-        self.ends.callback(source.close)
-        return RolloutOnly(source, ExperienceMaker(self.config, stages.of_batch), self.recorder)
 
     def _start_engines(self, fleet: Fleet) -> None:
         """Start the engines, and wait for the engines that share devices with the models."""

@@ -90,10 +90,7 @@ def attempt_run(
         if run is None:
             return
         with loss.closing(run.recorder.close), run.started() as models:
-            if config.rollout.only:
-                run.make_rollout_only(models).fit()
-            else:
-                run.make_trainer(models).fit()
+            run.make_loop(models).fit()
             loss.finished = True
 
 

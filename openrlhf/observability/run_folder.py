@@ -78,13 +78,9 @@ class RunFolder:
         self._write(CONFIG, comments + given)
         self._write(RESOLVED, resolved)
 
-    def write_texts(self, texts: Iterable[str]) -> None:
-        """Write texts.txt."""
-        self._write(TEXTS, "\n".join(texts) + "\n")
-
-    def write_plan(self, lines: Iterable[str]) -> None:
-        """Write plan.txt."""
-        self._write(PLAN, "\n".join(lines) + "\n")
+    def write_lines(self, name: str, lines: Iterable[str]) -> None:
+        """Write texts.txt or plan.txt."""
+        self._write(name, "\n".join(lines) + "\n")
 
     def _write(self, name: str, content: str) -> None:
         """Write a file atomically; report a failure and continue."""

@@ -10,6 +10,7 @@ import pytest
 from openrlhf.checks import CheckError
 from openrlhf.config.options import parse_config
 from openrlhf.config.ppo import PPOConfig
+from openrlhf.data.first_start import FirstStart
 from openrlhf.launch.prompt_data import load_pretraining_text, load_prompts
 from openrlhf.launch.reinforcement import show_prompts
 from openrlhf.models.loading import ModelError
@@ -29,7 +30,9 @@ def test_max_samples_does_not_limit_evaluation_prompts(tmp_path: Path) -> None:
         "eval.dataset": str(rows),
         "ckpt.path": str(tmp_path / "ckpt"),
     }
-    read = load_prompts(parse_config(PPOConfig, as_arguments(flags), command="train_ppo_ray"))
+    read = load_prompts(
+        parse_config(PPOConfig, as_arguments(flags), command="train_ppo_ray"), FirstStart.here()
+    )
     assert read.eval is not None
     assert (len(read.train), len(read.eval)) == (4, 9)
 
@@ -64,7 +67,9 @@ def test_normalize_raises_model_error_if_reward_model_has_no_mean_and_std(
         "ckpt.path": str(tmp_path / "ckpt"),
     }
     with pytest.raises(ModelError, match=r"rm .*--reward\.normalize_enable"):
-        load_prompts(parse_config(PPOConfig, as_arguments(flags), command="train_ppo_ray"))
+        load_prompts(
+            parse_config(PPOConfig, as_arguments(flags), command="train_ppo_ray"), FirstStart.here()
+        )
 
 
 def config_with_prompts(tmp_path: Path, lengths: list[int], **flags: object) -> PPOConfig:
@@ -88,7 +93,7 @@ def test_notice_counts_truncated_prompts(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     config = config_with_prompts(tmp_path, [4] * 20 + [30] * 3, **{"rollout.max_new_tokens": 8})
-    data = load_prompts(config)
+    data = load_prompts(config, FirstStart.here())
     assert "3 of 23 prompts" in capsys.readouterr().err
     show_prompts(config, data.train, [22])
     assert "24 tokens" in capsys.readouterr().out
@@ -102,7 +107,7 @@ def test_prompt_that_leaves_no_room_for_an_answer_is_rejected(tmp_path: Path, se
     with pytest.raises(
         CheckError, match=r"1 of 1 prompts.*--data\.max_len 32.*--rollout\.max_new_tokens"
     ):
-        load_prompts(config)
+        load_prompts(config, FirstStart.here())
 
 
 def test_problems_of_all_datasets_are_reported_together(tmp_path: Path) -> None:
@@ -111,7 +116,7 @@ def test_problems_of_all_datasets_are_reported_together(tmp_path: Path) -> None:
     flags = {"eval.dataset": str(held_out), "data.input_key": "input"}
     config = config_with_prompts(tmp_path, [4, 31, 0], **flags)
     with pytest.raises(CheckError) as caught:
-        load_prompts(config)
+        load_prompts(config, FirstStart.here())
     assert "rows.jsonl, row 3, column 'input': is an empty prompt" in str(caught.value)
     assert "held_out.jsonl has no column 'input'" in str(caught.value)
 
@@ -124,7 +129,10 @@ def test_missing_labels_error_names_first_row(
         "".join(json.dumps({"input": "1", "label": label}) + "\n" for label in ["2", "", ""])
     )
     with pytest.raises(CheckError, match=r"2 of 3 labels.*labels\.jsonl, row 2, column 'label'"):
-        load_prompts(config_with_prompts(tmp_path, [4], **{"data.prompt_dataset": str(rows)}))
+        load_prompts(
+            config_with_prompts(tmp_path, [4], **{"data.prompt_dataset": str(rows)}),
+            FirstStart.here(),
+        )
 
 
 def test_labels_in_detected_column_are_checked(tmp_path: Path) -> None:
@@ -138,4 +146,4 @@ def test_labels_in_detected_column_are_checked(tmp_path: Path) -> None:
     with pytest.raises(
         CheckError, match=r"1 of 1 labels.*recognized\.jsonl, row 1, column 'output'"
     ):
-        load_prompts(config)
+        load_prompts(config, FirstStart.here())

@@ -6,6 +6,7 @@ The tests cover every command and every text format.
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -103,7 +104,7 @@ def first_prompt(
     line = f"{PROMPTS[command].format(model=model, rows=rows)} {flags}"
     config = parse_config(ROOTS[command], line.split(), command=command)
     if command == "train_ppo_ray":
-        read = load_prompts(config, follows=follows)
+        read = load_prompts(config, replace(FirstStart.here(), trained_format=follows))
         return read.train[0].text, read.tokenizer
     if command == "eval":
         candidate = read_candidate(config, "model")

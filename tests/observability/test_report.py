@@ -19,7 +19,7 @@ from openrlhf.observability.report import (
     short_label,
     write_report,
 )
-from openrlhf.observability.run_folder import RunFolder
+from openrlhf.observability.run_folder import TEXTS, RunFolder
 
 SAMPLE = {
     "step": 1,
@@ -69,7 +69,7 @@ def run(tmp_path):
 
 def test_page_shows_training_texts_verbatim(run):
     assert "⟦" not in page_of(report_run(run.path)).text
-    run.write_texts(["--- chosen 1: 4 tokens", "2+2=⟦<b>4</b>⟧"])
+    run.write_lines(TEXTS, ["--- chosen 1: 4 tokens", "2+2=⟦<b>4</b>⟧"])
     assert "--- chosen 1: 4 tokens 2+2=⟦<b>4</b>⟧" in page_of(report_run(run.path)).text
 
 
