@@ -9,12 +9,12 @@ from transformers import PreTrainedTokenizerBase
 
 from openrlhf.cluster.placement import HostGroup, Placement, engine_group
 from openrlhf.cluster.ray_cluster import places_now, ray_cluster
-from openrlhf.cluster.worker_group import WorkerGroup, wait_for
 from openrlhf.config.evaluation import EvaluationConfig
 from openrlhf.config.inference import BatchInferenceConfig
 from openrlhf.launch import settings
-from openrlhf.launch.processes import connect_hosts, make_hosts
+from openrlhf.launch.processes import make_hosts
 from openrlhf.launch.ray_loss import RayLoss
+from openrlhf.launch.workers import start_workers
 from openrlhf.models.weights import require_finite_files
 from openrlhf.observability.display import Display
 from openrlhf.observability.recorder import Recorder
@@ -76,13 +76,9 @@ def reward_models(config: settings.SamplingCommand, *, logs: Path) -> Iterator[E
     plan = exclusive(group)
     machines = places_now(plan)[group.name]
     with closing(make_hosts(group, machines, config.ds, on_gpus=plan.on_gpus)) as hosts:
-        connect_hosts(config, hosts, log_dir=str(logs))
-        models = settings.reward_settings(config)
-        cost = settings.attention_length_of(models)
-        workers = WorkerGroup(hosts, "reward", attention_length=cost)
-        created = workers.create(RewardWorker, models)
-        wait_for(created, timeout_s=config.train.setup_timeout, doing="load the models")
-        rewards = RewardStage(workers=workers, reward=config.reward)
+        worker = (RewardWorker, settings.reward_settings(config))
+        groups = start_workers(config, [hosts], lambda role: worker, log_dir=str(logs))
+        rewards = RewardStage(workers=groups["reward"], reward=config.reward)
         yield EarlyStages(stages=[rewards], timeout_s=config.train.step_timeout)
 
 

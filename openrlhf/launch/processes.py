@@ -1,11 +1,7 @@
 """The Ray processes that host a command's models."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from contextlib import ExitStack
-from os.path import abspath
-from typing import TYPE_CHECKING
 
 from openrlhf.cluster.placement import HostGroup, Machine, Placement
 from openrlhf.cluster.ray_cluster import places_now
@@ -14,9 +10,6 @@ from openrlhf.config.machine import openmp_threads
 from openrlhf.config.shared import DeepSpeedConfig
 from openrlhf.rollout.fleet import Fleet
 from openrlhf.training.layout import RankLayout
-
-if TYPE_CHECKING:  # the import takes seconds, because it includes trainers and workers
-    from openrlhf.launch.settings import SamplingCommand
 
 
 class Processes:
@@ -63,17 +56,3 @@ def make_hosts(
     layout = RankLayout.from_flags(ds, processes=group.processes)
     threads = openmp_threads(group.most_per_machine)
     return HostHandles(group, machines, layout, on_gpus=on_gpus, threads=threads)
-
-
-def connect_hosts(config: SamplingCommand, hosts: HostHandles, *, log_dir: str) -> None:
-    """Join the processes into a process group, without loading models."""
-    hosts.connect(
-        {
-            "ds": config.ds,
-            "seed": config.train.seed,
-            "full_determinism": config.train.full_determinism_enable,
-        },
-        log_dir=log_dir,
-        timeout_s=config.train.setup_timeout,
-        plugins=[abspath(path) for path in config.plugin],
-    )

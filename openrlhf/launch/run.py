@@ -3,6 +3,7 @@
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 
 from openrlhf.checkpoints.manager import CheckpointManager
@@ -18,7 +19,7 @@ from openrlhf.launch.identity import episode_identity
 from openrlhf.launch.processes import Processes
 from openrlhf.launch.prompt_data import PromptData
 from openrlhf.launch.stages import make_stages
-from openrlhf.launch.workers import start_workers
+from openrlhf.launch.workers import start_workers, worker_of
 from openrlhf.observability.recorder import Recorder
 from openrlhf.planning.plan import Plan
 from openrlhf.rewards.protocol import Reward
@@ -85,12 +86,8 @@ class Run:
                 self.reward = self.ends.enter_context(reward)
             if self.fleet:
                 self._start_engines(self.fleet)
-            groups = start_workers(
-                self.config,
-                self.processes.hosts,
-                prompts=len(self.data.train),
-                log_dir=self.log_dir,
-            )
+            worker = partial(worker_of, self.config, len(self.data.train))
+            groups = start_workers(self.config, self.processes.hosts, worker, log_dir=self.log_dir)
             self._check_room(groups)
             if not self.fleet:
                 yield groups

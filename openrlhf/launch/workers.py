@@ -1,11 +1,11 @@
-"""Loads the models of an RL run: a group of workers for each role that the run has."""
+"""Loads the models of a command: a group of workers for each role that the command has."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from os.path import abspath
 
 from openrlhf.cluster.worker_group import Call, HostHandles, WorkerGroup, wait_for
 from openrlhf.config.ppo import PPOConfig
 from openrlhf.launch import settings
-from openrlhf.launch.processes import connect_hosts
 from openrlhf.workers.base import RoleSettings
 from openrlhf.workers.critic import CriticWorker
 from openrlhf.workers.frozen import ReferenceWorker, RewardModelSettings, RewardWorker
@@ -19,29 +19,40 @@ ModelWorker = (
 
 
 def start_workers(
-    config: PPOConfig, host_groups: Sequence[HostHandles], *, prompts: int, log_dir: str
+    config: settings.SamplingCommand,
+    host_groups: Sequence[HostHandles],
+    choose: Callable[[str], ModelWorker],
+    *,
+    log_dir: str,
 ) -> dict[str, WorkerGroup]:
-    """Connect the processes of every host group, and load the models of their roles.
+    """Join the processes of every host group into a process group, and load their roles' models.
 
-    `prompts` is the number of training prompts. Returns the worker groups by role.
+    `choose` returns the worker class and the settings of a role. Returns the worker groups by role.
     """
+    strategy = {
+        "ds": config.ds,
+        "seed": config.train.seed,
+        "full_determinism": config.train.full_determinism_enable,
+    }
+    plugins = [abspath(path) for path in config.plugin]
+    timeout_s = config.train.setup_timeout
     for hosts in host_groups:
-        connect_hosts(config, hosts, log_dir=log_dir)
+        hosts.connect(strategy, log_dir=log_dir, timeout_s=timeout_s, plugins=plugins)
     groups: dict[str, WorkerGroup] = {}
     created: list[Call] = []
     for hosts in host_groups:
         for role in hosts.group.roles:
-            worker, worker_settings = worker_of(role, config, prompts)
+            worker, worker_settings = choose(role)
             groups[role] = WorkerGroup(
                 hosts, role, attention_length=settings.attention_length_of(worker_settings)
             )
             created += groups[role].create(worker, worker_settings)
-    wait_for(created, timeout_s=config.train.setup_timeout, doing="load the models")
+    wait_for(created, timeout_s=timeout_s, doing="load the models")
     return groups
 
 
-def worker_of(role: str, config: PPOConfig, prompts: int) -> ModelWorker:
-    """Return the worker class and the settings of a role in a run with `prompts` prompts."""
+def worker_of(config: PPOConfig, prompts: int, role: str) -> ModelWorker:
+    """Return the worker class and the settings of a role in an RL run with `prompts` prompts."""
     match role:
         case "actor":
             # the policy is not trained in the critic's first steps

@@ -78,8 +78,8 @@ ASKED_FOR = {
 # Modules that receive entire sections or read flags, keyed by command.
 # Each flag must be read as `section.flag` in at least one module.
 TRAINING = (
-    "launch.offline trainers.tasks trainers.supervised trainers.best observability.recorder "
-    "observability.trackers models.adapters"
+    "launch.offline launch.beginning trainers.tasks trainers.supervised trainers.best "
+    "observability.recorder observability.trackers models.adapters"
 )
 READERS = {
     "lora_combiner": "checkpoints.combine",
@@ -89,8 +89,8 @@ READERS = {
     "train_kto": f"{TRAINING} trainers.kto trainers.preference data.rows data.feedback data.sft",
     "train_prm": f"{TRAINING} trainers.process_reward data.steps",
     "train_kd": f"{TRAINING} trainers.distill trainers.sft data.rows data.sft data.first_look",
-    "train_ppo_ray": "launch.start launch.reinforcement launch.run launch.stages launch.workers "
-    "launch.prompt_data launch.processes launch.agents agents.play trainers.ppo "
+    "train_ppo_ray": "launch.start launch.beginning launch.reinforcement launch.run launch.stages "
+    "launch.workers launch.prompt_data launch.agents agents.play trainers.ppo "
     "trainers.evaluation trainers.checkpointing trainers.exporting trainers.model_update "
     "trainers.experience_maker rewards.rule rewards.function rewards.preview "
     "observability.recorder observability.trackers data.rows data.prompts data.first_look "
@@ -99,13 +99,13 @@ READERS = {
     "cluster.placement",
     "serve_rm": "serving.server serving.scorer models.loading",
     "eval": "evaluation.runs evaluation.processes trainers.reward trainers.sources trainers.stages "
-    "workers.frozen launch.prompt_data launch.processes launch.agents agents.play "
+    "workers.frozen launch.prompt_data launch.workers launch.agents agents.play "
     "rewards.rule rewards.function rewards.preview rewards.judge observability.recorder "
     "observability.trackers data.rows data.prompts data.feedback rollout.fleet cluster.placement",
     "reward_test": "evaluation.reward_test rewards.rule rewards.function rewards.preview",
     "batch_inference": "evaluation.batch_inference launch.identity evaluation.runs "
     "evaluation.processes evaluation.post_processing launch.prompt_data "
-    "launch.processes observability.recorder observability.trackers data.prompts data.sft "
+    "launch.workers observability.recorder observability.trackers data.prompts data.sft "
     "data.rows data.first_look rollout.fleet cluster.placement trainers.stages workers.frozen",
     "interactive_chat": "evaluation.chat launch.prompt_data launch.settings models.loading",
     "pipeline": "launch.pipeline",

@@ -53,7 +53,7 @@ def test_every_role_of_a_run_loads_its_own_model(folder: Path) -> None:
     loaded: dict[str, tuple[type, str]] = {}
     for group in role_groups(config):
         for role in group.roles:
-            worker, settings = worker_of(role, config, PROMPTS)
+            worker, settings = worker_of(config, PROMPTS, role)
             if isinstance(settings, RoleSettings):
                 loaded[role] = (worker, settings.load.path)
             else:
@@ -72,7 +72,7 @@ def test_policy_schedule_leaves_out_the_steps_that_train_only_the_critic(folder:
     config = config_of(folder)
     steps: dict[str, int] = {}
     for role in ("actor", "critic"):
-        _, settings = worker_of(role, config, PROMPTS)
+        _, settings = worker_of(config, PROMPTS, role)
         assert isinstance(settings, RoleSettings)
         steps[role] = settings.total_steps
     assert steps == {"actor": 1, "critic": 2}
