@@ -11,6 +11,7 @@ from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any, Self
 
+from openrlhf.config.commands import RecordedCommand
 from openrlhf.config.flags import UserError
 from openrlhf.data.first_start import FirstStart, now
 from openrlhf.files import fingerprint
@@ -140,13 +141,15 @@ class Checkpoint(StagedCheckpoint):
     metric_value: float | None
     state: RunState
 
-    def is_from(self, run_dir: str) -> bool:
-        """Return whether the run in this folder wrote the checkpoint.
+    def may_be_resumed_by(self, config: RecordedCommand) -> bool:
+        """Return whether a run with these flags, or its restart, may resume the checkpoint.
 
         A run that restarts itself resumes only its own checkpoints, not those of another run that
-        shares --ckpt.path.
+        shares --ckpt.path, unless the user has set --ckpt.load_enable.
         """
-        return self.state.run_dir == os.path.abspath(run_dir)
+        if config.given.get("ckpt.load_enable"):
+            return True
+        return self.state.run_dir == os.path.abspath(config.run.dir)
 
     @property
     def is_best(self) -> bool:

@@ -116,8 +116,7 @@ def find_checkpoint(config: PPOConfig) -> tuple[CheckpointManager, Checkpoint | 
     if not config.ckpt.load_enable:
         return checkpoints, None
     checkpoint = checkpoints.latest()
-    restarted = not config.given.get("ckpt.load_enable")
-    if checkpoint and restarted and not checkpoint.is_from(config.run.dir):
+    if checkpoint and not checkpoint.may_be_resumed_by(config):
         return checkpoints, None
     return checkpoints, checkpoint
 

@@ -65,8 +65,7 @@ def run_ppo(config: PPOConfig) -> None:
                         raise
                     if not restarts.left:
                         raise WorkerError(f"{error} {how_to_continue(config)}") from error
-                    restarts.count_restart()
-                    alert(f"{error}\n{restarts.announcement}")
+                    restarts.count_restart(error)
 
 
 def attempt_run(
@@ -134,17 +133,13 @@ class Restarts:
         """True if another restart is allowed."""
         return self.done < self.most
 
-    def count_restart(self) -> None:
-        """Count a restart, and make it resume the newest checkpoint."""
+    def count_restart(self, cause: object) -> None:
+        """Count and announce a restart, and make it resume the newest checkpoint."""
         self.done += 1
         self.config = amend(self.config, {LOAD_ENABLE: True})
-
-    @property
-    def announcement(self) -> str:
-        """The sentence that announces the last counted restart."""
-        return (
-            f"Restart {self.done} of {self.most} (--train.max_restarts), from the run's newest "
-            "checkpoint if there is one."
+        alert(
+            f"{cause}\nRestart {self.done} of {self.most} (--train.max_restarts), from the run's "
+            "newest checkpoint if there is one."
         )
 
     def begin_restart(self, lost: RayProcess) -> list[str] | None:
@@ -165,8 +160,7 @@ class Restarts:
         if not loads_already and newest_checkpoint(self.config):
             flags.append(f"--{LOAD_ENABLE}")
             self.continues_itself = True
-        self.count_restart()
-        alert(f"{lost.death}\n{self.announcement}")
+        self.count_restart(lost.death)
         os.environ[RESTARTS] = str(self.done)
         os.environ[CONTINUES_ITSELF] = str(int(self.continues_itself))
         return flags
@@ -183,11 +177,9 @@ def obstacle_to_restart(lost: RayProcess) -> str:
 
 def newest_checkpoint(config: PPOConfig) -> Checkpoint | None:
     """Return the newest checkpoint that this run has written or may resume."""
-    continues = config.given.get(LOAD_ENABLE)
     newest = None
     for checkpoint in CheckpointManager(config.ckpt).checkpoints():
-        may_resume = continues or checkpoint.is_from(config.run.dir)
-        if may_resume and checkpoint.parts:
+        if checkpoint.parts and checkpoint.may_be_resumed_by(config):
             newest = checkpoint
     return newest
 
