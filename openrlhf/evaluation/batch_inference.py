@@ -142,7 +142,7 @@ def read_rows(
         config, rows_of, tokenizer, rows, model=model, generates=config.samples_answers
     )
     if config.samples_answers:
-        report(*prompt_findings(config, dataset, tokenizer, policy=path, flag=MODEL))
+        report(*prompt_findings(config, dataset, tokenizer, model=f"{MODEL} {path}"))
     else:
         used = TextFormat.of(dataset.data, tokenizer)
         record(tokenizer, used)

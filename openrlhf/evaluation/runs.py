@@ -191,7 +191,7 @@ def read_candidate(config: EvaluationConfig, section: Literal["model", "against"
     )
     checks = collect(
         partial(check_reward_models, config, tokenizer, policy=model),
-        partial(prompt_findings, config, prompts, tokenizer, policy=path, flag=flag),
+        partial(prompt_findings, config, prompts, tokenizer, model=model),
         partial(check_agents, config, tokenizer, prompts[0], settings.eval_sampling(config)),
     )
     report(*checks)

@@ -19,7 +19,7 @@ from openrlhf.data.layouts import recognise
 from openrlhf.data.loading import ALL_ROWS, Table, load_datasets
 from openrlhf.data.prompts import PromptDataset
 from openrlhf.data.sft import SFTDataset
-from openrlhf.data.tokenizer import end_ids, get_tokenizer, require_vocabulary
+from openrlhf.data.tokenizer import Ends, get_tokenizer, require_vocabulary
 from openrlhf.data.trained_format import kept_format, with_trained_format
 from openrlhf.launch import settings
 from openrlhf.models.loading import check_causal_lm, check_positions, step_tokens
@@ -72,7 +72,7 @@ def load_prompts(config: PPOConfig, first_start: FirstStart) -> PromptData:
             probs=data.prompt_probs,
             max_samples=data.max_samples,
         )
-        return prompt_findings(config, read["train"], tokenizer, policy=path, flag=flag)
+        return prompt_findings(config, read["train"], tokenizer, model=policy)
 
     def read_evaluation_prompts() -> list[Finding]:
         if not config.eval.dataset:
@@ -203,12 +203,14 @@ def prompt_findings(
     prompts: PromptDataset,
     tokenizer: PreTrainedTokenizerBase,
     *,
-    policy: str,
-    flag: str,
+    model: str,
 ) -> list[Finding]:
-    """Return all findings about prompts, and record their text format in the tokenizer."""
+    """Return all findings about prompts, and record their text format in the tokenizer.
+
+    `model` consists of the flag that names the tokenizer's model, and the flag's value.
+    """
     return collect(
-        partial(look_at_prompts, config, prompts, tokenizer, policy=policy, flag=flag),
+        partial(look_at_prompts, config, prompts, tokenizer, model=model),
         partial(check_prompts, config, prompts),
     )
 
@@ -218,14 +220,12 @@ def look_at_prompts(
     prompts: PromptDataset,
     tokenizer: PreTrainedTokenizerBase,
     *,
-    policy: str,
-    flag: str,
+    model: str,
 ) -> list[Finding]:
     """Return findings about the first prompts, and record their text format in the tokenizer.
 
     Raises DataError if tokenization loses text.
     """
-    model = f"{flag} {policy}"
     count = min(first_look.FIRST_ROWS, len(prompts))
     texts = [prompts[number].text for number in range(count)]
     used = first_look.TextFormat.of(prompts.data, tokenizer)
@@ -246,7 +246,7 @@ def look_at_prompts(
         responses = f"When {model} was trained, responses"
         found += first_look.check_ending(trained.ending, tokenizer, responses)
     if used.chat_template:
-        stops = ends_of_generation(config, tokenizer, policy)
+        stops = ends_of_generation(config, tokenizer)
         found += first_look.chat_end(tokenizer, stops)
     first_look.record(tokenizer, used)
     return found
@@ -290,15 +290,14 @@ def check_reward_formats(
 
 
 def ends_of_generation(
-    config: settings.SamplingCommand, tokenizer: PreTrainedTokenizerBase, policy: str
+    config: settings.SamplingCommand, tokenizer: PreTrainedTokenizerBase
 ) -> set[str]:
     """Return the strings at which the engine stops generating.
 
     The stop strings come from the tokenizer, the model's generation_config.json and the flags.
     """
-    ids = [*end_ids(policy), *config.rollout.stop_token_ids]
-    tokens = tokenizer.convert_ids_to_tokens(ids)
-    return {str(tokenizer.eos_token), *config.rollout.stop, *map(str, tokens)}
+    tokens = tokenizer.convert_ids_to_tokens(list(config.rollout.stop_token_ids))
+    return {*Ends.of(tokenizer).texts, *config.rollout.stop, *map(str, tokens)}
 
 
 def load_pretraining_text(config: PPOConfig, tokenizer: PreTrainedTokenizerBase) -> PretrainingMix:
