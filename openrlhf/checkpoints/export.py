@@ -25,7 +25,7 @@ from openrlhf.files import disk_of
 from openrlhf.models.adapters import save_adapter
 from openrlhf.models.stored_files import writable, write_generation
 from openrlhf.training.whole import has_adapters
-from openrlhf.units import GIB
+from openrlhf.units import in_gib
 
 ASIDE = ".export-"  # prefix of temporary folders
 
@@ -149,7 +149,7 @@ def check_disk_room(path: str, size: int) -> list[Finding]:
     disk = disk_of(folder)
     if not disk.total or disk.free >= size:
         return []
-    seen = f"{folder} has {disk.free / GIB:.3g} GiB free, but the model takes {size / GIB:.3g} GiB."
+    seen = f"{folder} has {in_gib(disk.free)} free, but the model takes {in_gib(size)}."
     fix = "Free some disk space, or choose a different --ckpt.output_dir."
     return [Finding(seen, fix, fails=True)]
 

@@ -32,7 +32,7 @@ from openrlhf.checks import Finding
 from openrlhf.config.shared import CheckpointConfig
 from openrlhf.files import disk_of, fingerprint, move, sync, sync_tree, write_atomically
 from openrlhf.reporting import warn
-from openrlhf.units import GIB, MIB
+from openrlhf.units import GIB, MIB, in_gib
 
 SAVE_FAILED = "The run continues without a checkpoint for step {}: {}"
 RESUME_HINT = "Saved step {}. Resume with --ckpt.load_enable."
@@ -316,8 +316,8 @@ class CheckpointManager:
         size = _size_on_disk(self.checkpoints())
         if size > self.max_bytes:
             warn(
-                f"The checkpoints that must be kept in {self.root} take {size / GIB:.4g} GiB, more "
-                f"than --ckpt.max_mem {self.max_bytes / GIB:g} GiB."
+                f"The checkpoints that must be kept in {self.root} take {in_gib(size, 4)}, more "
+                f"than --ckpt.max_mem {in_gib(self.max_bytes, 6)}."
             )
 
     def _settle(self) -> None:
@@ -361,9 +361,9 @@ class CheckpointManager:
         if not disk.total or not (fails or disk.free + kept < needed):
             return []
         seen = (
-            f"--ckpt.path {self.root} has {disk.free / GIB:.3g} GiB free. A checkpoint of this run "
-            f"takes about {size / GIB:.3g} GiB, and --ckpt.max_num {self.max_num} checkpoints plus "
-            f"one that is written before the oldest is removed take {needed / GIB:.3g} GiB."
+            f"--ckpt.path {self.root} has {in_gib(disk.free)} free. A checkpoint of this run "
+            f"takes about {in_gib(size)}, and --ckpt.max_num {self.max_num} checkpoints plus "
+            f"one that is written before the oldest is removed take {in_gib(needed)}."
         )
         fix = (
             "Free some disk space, lower --ckpt.max_num, choose a different --ckpt.path, or write "
@@ -383,8 +383,8 @@ class CheckpointManager:
         if free < needed:
             raise OSError(
                 errno.ENOSPC,
-                f"the last checkpoint took {needed / GIB:.4g} GiB, but only {free / GIB:.4g} GiB "
-                "are free",
+                f"the last checkpoint took {in_gib(needed, 4)}, but only {in_gib(free, 4)} are "
+                "free",
             )
 
 

@@ -32,7 +32,7 @@ from openrlhf.models.probe import find_gap, probe_logits
 from openrlhf.models.weights import stored_weights
 from openrlhf.reporting import notice
 from openrlhf.training.whole import full_shape, has_adapters
-from openrlhf.units import GIB
+from openrlhf.units import in_gib
 from openrlhf.weights.buckets import bucket_hash
 
 ROOM = 1.2  # memory needed to load a model, as a multiple of its file size
@@ -105,8 +105,8 @@ def compare_reloaded(folder: Path, model: PreTrainedModel, trained: TrainedState
     if free < ROOM * size:
         notice(
             f"The export in {folder.parent} was not reloaded and compared with the trained model, "
-            f"because the model takes {size / GIB:.3g} GiB and this machine has only "
-            f"{free / GIB:.3g} GiB of free memory."
+            f"because the model takes {in_gib(size)} and this machine has only "
+            f"{in_gib(free)} of free memory."
         )
         return
     if adapted:
