@@ -1,8 +1,10 @@
 """Declarations of all metrics: name, reduction, unit, range and a one-line definition.
 
-The declarations are in `glossary.toml`; docs/metrics.md is generated from them. Numbers returned by
-a user's reward function or agent are logged as means, under `train/<name>`, and need no
-declaration.
+The declarations are in `glossary.toml`; docs/metrics.md is generated from them. Each table of the
+file lists metrics with the same reduction over micro-batches and ranks (see metrics.py), unit and
+range. {datasource}, {k}, {i} and {kind} in a name match any text. If several names match, the first
+one applies. Numbers returned by a user's reward function or agent are logged as means, under
+`train/<name>`, and need no declaration.
 """
 
 import re
