@@ -61,9 +61,7 @@ class Rule:
 
     def latest(self, curve: Curve) -> Curve:
         """Return the points to be checked by the rule."""
-        if not self.points:
-            return curve
-        return curve[-self.points :]
+        return curve[-self.points :]  # the entire curve if `points` is 0
 
     def holds(self, curve: Curve) -> bool:
         """Return whether the curve shows the problem."""

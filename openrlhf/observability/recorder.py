@@ -20,6 +20,7 @@ from openrlhf.observability.run_folder import (
     RESOLVED,
     RunFolder,
     read_lines,
+    read_text,
     sample_row,
 )
 from openrlhf.observability.trackers import make_trackers
@@ -70,10 +71,7 @@ class Recorder:
             self.display.note(
                 f"Ignoring --run.dir {config.run.dir}: a resumed run keeps its folder."
             )
-        file = self.folder.path / RESOLVED
-        if not file.is_file():
-            return
-        changed = changed_flags(file.read_text(encoding="utf-8", errors="replace"), config)
+        changed = changed_flags(read_text(self.folder.path / RESOLVED), config)
         if changed:
             reporting.notice(f"This run resumes with changed flags: {', '.join(changed)}.")
 

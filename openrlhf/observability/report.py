@@ -33,6 +33,7 @@ from openrlhf.observability.run_folder import (
     SAMPLES,
     TEXTS,
     read_lines,
+    read_text,
 )
 
 Row = dict[str, Any]  # a line of a .jsonl file
@@ -196,12 +197,15 @@ def read_stage(folder: Path) -> StageView:
     for name in sorted(series.keys() - shown):
         if len(series[name]) > 1:
             more.append(make_panel(name, [name], {short_label(name): series[name]}))
-    given = _read(folder / CONFIG)
-    config = _read(folder / RESOLVED) or given
+    given = read_text(folder / CONFIG)
+    config = read_text(folder / RESOLVED) or given
     comments = [line[2:] for line in given.splitlines() if line.startswith("# ")]
+    command = comments[:1]
+    for path, value in read_flags(given).items():
+        command.append(f"--{path} {value}")
     return StageView(
         folder=folder,
-        command=[*comments[:1], *command_flags(given)],
+        command=command,
         settings=read_settings(config),
         facts=_facts(rows),
         series=series,
@@ -210,17 +214,9 @@ def read_stage(folder: Path) -> StageView:
         more=more[:MAX_MORE_PANELS],
         notices=[*comments[1:], *notices_of(rows), *_failures(series, samples)],
         samples=samples,
-        texts=_read(folder / TEXTS),
+        texts=read_text(folder / TEXTS),
         config=config,
     )
-
-
-def command_flags(given: str) -> list[str]:
-    """Return the flags in config.yaml as they would be typed on a command line."""
-    words: list[str] = []
-    for path, value in read_flags(given).items():
-        words.append(f"--{path} {value}")
-    return words
 
 
 def read_settings(config: str) -> list[str]:
@@ -322,7 +318,7 @@ def read_samples(rows: Iterable[Row]) -> Samples:
     return Samples(
         caption=caption,
         pairs=pairs[:MAX_SAMPLE_PAIRS],
-        errors=list(errors),
+        errors=errors,
         error_count=error_count,
     )
 
@@ -388,12 +384,6 @@ def short_label(name: str) -> str:
     if "pass@" in label:
         return label
     return f"eval {label}"
-
-
-def _read(path: Path) -> str:
-    if not path.exists():
-        return ""
-    return path.read_text(encoding="utf-8", errors="replace")
 
 
 def _format_cell(value: object) -> str:

@@ -64,11 +64,11 @@ class RunFolder:
         self.earlier: Path | None = None
         if resume_step is None:
             self.earlier = set_aside(self.path)
-        self.logs = (self.path / LOGS).absolute()
-        self.logs.mkdir(parents=True, exist_ok=True)
-        if resume_step is not None:
+        else:
             for file in (self.path / METRICS, self.path / SAMPLES):
                 write_atomically(file, _lines_up_to(resume_step, file))
+        self.logs = (self.path / LOGS).absolute()
+        self.logs.mkdir(exist_ok=True)
         self._metrics = LogFile(self.path / METRICS)
         self._samples = LogFile(self.path / SAMPLES)
 
@@ -163,6 +163,13 @@ def json_line(row: Mapping[str, Any]) -> str:
     """
     finite = json.loads(json.dumps(row, default=str), parse_constant=lambda _: None)
     return json.dumps(finite, ensure_ascii=False) + "\n"
+
+
+def read_text(path: Path) -> str:
+    """Return the text of a file, or "" if the file does not exist."""
+    if not path.exists():
+        return ""
+    return path.read_text(encoding="utf-8", errors="replace")
 
 
 def read_lines(path: Path) -> Iterator[dict[str, Any]]:

@@ -20,7 +20,7 @@ from torch.utils.tensorboard import SummaryWriter
 from openrlhf.config.options import ConfigError
 from openrlhf.config.shared import LoggerConfig, WandbConfig
 from openrlhf.locks import locked
-from openrlhf.observability.run_folder import WANDB_ID
+from openrlhf.observability.run_folder import WANDB_ID, read_text
 from openrlhf.reporting import warn
 
 SAMPLES_NAME = "train/generated_samples"
@@ -100,7 +100,6 @@ class WandbTracker:
         if wandb.key and len(wandb.key) >= WANDB_KEY_LENGTH:
             self._wandb.login(key=wandb.key)
         id_file = run_dir / WANDB_ID
-        run_id = id_file.read_text() if id_file.exists() else None
         self._run: Any = self._wandb.init(
             entity=wandb.org,
             project=wandb.project,
@@ -108,7 +107,7 @@ class WandbTracker:
             name=wandb.run_name or run_dir.name,
             config=dict(settings),
             dir=str(run_dir),
-            id=run_id,
+            id=read_text(id_file) or None,
             resume="allow",
         )
         id_file.write_text(self._run.id)
