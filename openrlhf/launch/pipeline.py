@@ -63,12 +63,19 @@ def run_pipeline(config: PipelineConfig) -> None:
     """
     with exit_on_signals():
         file = Path(config.file)
-        pipeline = Pipeline(
-            file=file,
-            folder=Path(config.run.dir).absolute(),
-            stages=read_stages(file, config.settings),
-        )
-        pipeline.run(dry=config.dry_run)
+        folder = Path(config.run.dir).absolute()
+        pipeline = Pipeline(file=file, folder=folder, stages=read_stages(file, config.settings))
+        # Stages inherit the lock, because a stage may outlive this process.
+        with locked(folder, f"--run.dir {folder}") as lock:
+            pipeline.check_all()
+            try:
+                for stage in pipeline.stages:
+                    pipeline.run_stage(stage, lock, dry=config.dry_run)
+            except (KeyboardInterrupt, SystemExit):
+                alert("To resume, run the same command again.")
+                raise
+        if not config.dry_run:
+            say(f"All stages are done. Report: {pipeline.report()}")
 
 
 class Record(TypedDict):
@@ -265,23 +272,6 @@ class Pipeline:
         for name in stage.uses:
             inputs[f"${{{name}}}"] = self.finished.get(name)
         return json.loads(json.dumps(inputs, default=str))
-
-    def run(self, *, dry: bool = False) -> None:
-        """Check all stages, then run the unfinished stages.
-
-        Raises SystemExit with the exit status of a failed stage.
-        """
-        # Stages inherit the lock, because a stage may outlive this process.
-        with locked(self.folder, f"--run.dir {self.folder}") as lock:
-            self.check_all()
-            try:
-                for stage in self.stages:
-                    self.run_stage(stage, lock, dry=dry)
-            except (KeyboardInterrupt, SystemExit):
-                alert("To resume, run the same command again.")
-                raise
-        if not dry:
-            say(f"All stages are done. Report: {self.report()}")
 
     def run_stage(self, stage: Stage, lock: int | None, *, dry: bool) -> None:
         """Run a stage, unless it is done and its inputs have not changed."""

@@ -114,9 +114,10 @@ class Display:
         else:
             self.console.print(Text(text), soft_wrap=True)
 
-    def notice(self, sentence: str) -> None:
-        """Print a notice about the run, with secrets masked."""
-        self.note(f"{NOTICE} {without_secrets(sentence)}")
+    def notice(self, *sentences: str) -> None:
+        """Print notices about the run, with secrets masked."""
+        for sentence in sentences:
+            self.note(f"{NOTICE} {without_secrets(sentence)}")
 
     def close(self) -> None:
         """Stop the progress bar and restore the terminal."""

@@ -2,7 +2,7 @@
 
 import os
 import threading
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from itertools import chain, zip_longest
 
 from openrlhf import reporting
@@ -84,7 +84,7 @@ class Recorder:
         if notices or step % self.logging_steps == 0:
             self.display.step(step, values)
             self._write(step, values)
-        self._show_notices(notices)
+        self.display.notice(*notices)
 
     def evaluation(
         self, step: int, values: Mapping[str, float], trajectories: Sequence[Trajectory] = ()
@@ -107,7 +107,7 @@ class Recorder:
     def log(self, step: int, values: Mapping[str, float]) -> None:
         """Log metrics printed by the caller, and print notices about these metrics."""
         self._write(step, values)
-        self._show_notices(self.health.see(step, values))
+        self.display.notice(*self.health.see(step, values))
 
     def _write(self, step: int, values: Mapping[str, float]) -> None:
         self.folder.log_metrics(step, values)
@@ -134,7 +134,7 @@ class Recorder:
             if self._closed:
                 return
             self._closed = True
-            self._show_notices(self.health.end())
+            self.display.notice(*self.health.end())
             self.display.close()
             self.trackers.close()
             try:
@@ -154,10 +154,6 @@ class Recorder:
             self.display.notice(
                 f"{when}: an episode has an error{kind}; see samples.jsonl for details: {summary}"
             )
-
-    def _show_notices(self, notices: Iterable[str]) -> None:
-        for sentence in notices:
-            self.display.notice(sentence)
 
 
 def _summarize_error(error: str) -> str:
