@@ -185,7 +185,17 @@ class RoleMemory:
             pending += 4 * largest_trained(self.role)
             return Gradients(kept=g * owned, backward=bucket + pending, step=norm, host=host)
         backward = bucket + pending - g * owned
-        return Gradients(kept=g * owned, backward=backward, step=max(4 * owned, norm))
+        step = max(4 * owned, norm, self._received_bytes() - g * owned)
+        return Gradients(kept=g * owned, backward=backward, step=step)
+
+    def _received_bytes(self) -> int:
+        """Return the size of the buffer in which a rank receives all stepped weights.
+
+        Only gloo, which connects ranks on CPUs, has such a buffer. The gradients are freed before.
+        """
+        if self.constants.device == "cuda" or self.role.ranks == 1:
+            return 0
+        return self.role.width * self.trained
 
     def _reduced_in_step(self, g: int) -> int:
         """Return the size of the gradients while a stage 1 step reduces them.
@@ -310,7 +320,13 @@ class RoleMemory:
 
     def _proof_pass(self) -> Usage:
         """Return the memory of the passes that check the batch layout (`models.proof`)."""
-        batch = replace(PROOF, packed=(self.role.training or self.role.scoring or PROOF).packed)
+        sp = self.role.sp
+        batch = replace(
+            PROOF,
+            tokens=PROOF.tokens // sp,
+            scored=PROOF.scored // sp,
+            packed=(self.role.training or self.role.scoring or PROOF).packed,
+        )
         role = replace(self.role, gradient_checkpointing=False)  # only training uses checkpointing
         sizes = pass_bytes(role, batch, self.constants)
         return Usage(activations=sizes.saved, logits=sizes.backward_logits)
@@ -380,14 +396,14 @@ class RoleMemory:
         role = self.role
         if not role.publishes:
             return self.idle(awake=False)
-        bucket = min(BUCKET_BYTES[self.constants.device], self.whole_bytes)
+        limit = BUCKET_BYTES[self.constants.device]
+        bucket = min(limit, role.width * role.shape.parameters)
         largest = role.width * role.shape.largest_weight
         if role.adapter_only:
             largest = role.width * largest_trained(self.role)
             bucket = min(bucket, role.width * self.trained)
         buffers = max(bucket, largest)
-        if role.sharded or role.tp > 1:
-            buffers *= 2  # the gathered weights of the bucket, and their packed copy
+        buffers += self._gathered_to_publish(bucket, largest)
         if role.lora_rank and not role.adapter_only:
             # All merged weights of a bucket exist at the same time. The embeddings are sent first.
             first = max(0, bucket - role.width * role.shape.largest_weight)
@@ -395,6 +411,19 @@ class RoleMemory:
             buffers += max(min(first, merged), min(bucket, merged - first))
         freed = replace(self.idle(awake=False), weights=self.resting_bytes)
         return freed + Usage(publication=buffers)
+
+    def _gathered_to_publish(self, bucket: int, largest: int) -> int:
+        """Return the size of the weights that are gathered for a bucket of `bucket` bytes.
+
+        Weights are gathered up to the bucket limit as if they were float32, and at least one at a
+        time. `largest` is the size of the largest of them in bytes.
+        """
+        role = self.role
+        limit = BUCKET_BYTES[self.constants.device] * role.width // 4
+        if role.sharded:
+            return max(min(bucket, limit), largest)
+        split = sum(w.numel for w in role.shape.weights if local_size(role, w) < w.numel)
+        return min(bucket, limit, role.width * split)
 
 
 def _forward(sizes: PassBytes, inner: int) -> Usage:
