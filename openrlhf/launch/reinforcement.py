@@ -34,7 +34,6 @@ from openrlhf.reporting import say
 from openrlhf.rewards.preview import check_reward, check_reward_file
 from openrlhf.rewards.remote_engines import offer_engines
 from openrlhf.rollout.engine_check import check_engine_args
-from openrlhf.rollout.engine_settings import Device
 from openrlhf.trainers.checkpointing import SOURCE_PART
 from openrlhf.trainers.remote_teacher import RemoteTeacher
 
@@ -64,7 +63,6 @@ def prepare(config: PPOConfig, processes: Processes) -> Run | None:
 
     Returns None for a dry run, which stops after the checks.
     """
-    kind: Device = "cuda" if processes.plan.on_gpus else "cpu"
     check_engines(config)
     checkpoints, checkpoint = find_checkpoint(config)
     begun = checkpoint.state.first_start if checkpoint else start_of_episodes(config)
@@ -95,7 +93,7 @@ def prepare(config: PPOConfig, processes: Processes) -> Run | None:
         # No worker loads the policy, and vLLM does not check its weights.
         require_finite_files(config.actor.model_name_or_path)
     processes.start()
-    return Run(config, data, start, kind, processes, checkpoints, checkpoint, replay, memory)
+    return Run(config, data, start, processes, checkpoints, checkpoint, replay, memory)
 
 
 def check_engines(config: PPOConfig) -> None:

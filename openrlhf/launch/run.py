@@ -26,7 +26,7 @@ from openrlhf.rewards.protocol import Reward
 from openrlhf.rewards.rule import reward_of
 from openrlhf.rollout.background import BackgroundLoop
 from openrlhf.rollout.engine import EngineError
-from openrlhf.rollout.engine_settings import Device
+from openrlhf.rollout.engine_settings import engine_device
 from openrlhf.rollout.episode_files import EpisodeFolder
 from openrlhf.rollout.fleet import Fleet
 from openrlhf.rollout.generator import Generator, RolloutGenerator, unchanged
@@ -53,7 +53,6 @@ class Run:
     config: PPOConfig
     data: PromptData
     start: RunState
-    kind: Device
     processes: Processes
     checkpoints: CheckpointManager
     checkpoint: Checkpoint | None
@@ -131,7 +130,7 @@ class Run:
         """Start the engines, and wait for the engines that share devices with the models."""
         config = self.config
         policy = config.actor.model_name_or_path
-        engine = settings.engine_settings(config, policy, self.kind, self.data.tokenizer)
+        engine = settings.engine_settings(config, policy, engine_device(), self.data.tokenizer)
         engine = replace(engine, lora_rank=config.ds.lora.served_rank)
         fleet.start(engine, log_dir=self.log_dir, timeout_s=config.train.setup_timeout)
         if fleet.hosts:  # an engine allocates its memory before the models are loaded
@@ -164,7 +163,7 @@ class Run:
         publisher = WeightPublisher(
             policy,
             self.fleet,
-            transport=settings.transport(config, self.kind),
+            transport=settings.transport(config, engine_device()),
             timeout_s=timeout_s,
             update_timeout_s=config.train.step_timeout,
             wait_for=wait_for,
