@@ -19,12 +19,13 @@ from openrlhf.data.loading import Table
 from openrlhf.data.sft import SFTDataset
 from openrlhf.models.loading import configuration
 from openrlhf.models.policy import LogitModel, LogitSource, logit_source, reduced_logits
-from openrlhf.observability.metrics import Mean, Metric
+from openrlhf.observability.metrics import Metric
 from openrlhf.rewards.remote_engines import RemoteEngine
 from openrlhf.trainers.remote_teacher import RemoteTeacher
 from openrlhf.trainers.sft import SFTTask
 from openrlhf.trainers.tasks import load_spec, offline_task
 from openrlhf.training.strategy import FrozenModel
+from openrlhf.workers.base import mean_of
 
 TEACHER = "--kd.teacher_model"
 
@@ -163,7 +164,7 @@ class DistillationTask(SFTTask):
         seen = float(len(targets))
         summed = (1 - self.kd.coef) * own + self.kd.coef * soft
         metrics: dict[str, Metric] = {
-            "train/gpt_loss": Mean(float(own.detach()), seen),
-            "train/distil_loss": Mean(float(soft.detach()), seen),
+            "train/gpt_loss": mean_of(own, seen),
+            "train/distil_loss": mean_of(soft, seen),
         }
         return self.share(summed, outputs.aux_loss, seen, totals["tokens"], metrics)

@@ -27,6 +27,7 @@ from openrlhf.core.batches import Experience, Layout
 from openrlhf.core.trajectory import Exclusion, Trajectory
 from openrlhf.observability.metrics import Mean, Metric
 from openrlhf.trainers.stages import EpisodeRows, Stage, run_stages
+from openrlhf.workers.base import mean_of
 from openrlhf.workers.policy import kl_metrics
 
 BLOCK_TOKENS = 1 << 20  # maximum number of tokens in a padded block of rows with similar lengths
@@ -159,7 +160,7 @@ class ExperienceMaker:
             gap = self._teacher_kl(experience)
             columns["advantages"] -= algo.distill.coef * gap
             actions = float(experience.action_mask.sum())
-            metrics["train/teacher_kl"] = Mean(float(gap.sum()), actions)
+            metrics["train/teacher_kl"] = mean_of(gap, actions)
         credited = replace(experience, rewards=rewards, **columns)
         metrics |= self._metrics(credited) | kl_logged
         if algo.loss.mask_truncated:
@@ -255,12 +256,12 @@ class ExperienceMaker:
         assert experience.token_rewards is not None
         full = experience.lengths >= self.config.data.max_len
         metrics: dict[str, Metric] = {
-            "train/reward": Mean(float(experience.rewards[once].sum()), episodes),
-            "train/return": Mean(float(experience.token_rewards.sum()), rows),
-            "train/response_length": Mean(float(actions.sum()), episodes),
-            "train/total_length": Mean(float(experience.num_tokens), episodes),
-            "train/truncated": Mean(float(experience.truncated[once].sum()), episodes),
-            "train/response_clip_ratio": Mean(float(full.sum()), rows),
+            "train/reward": mean_of(experience.rewards[once], episodes),
+            "train/return": mean_of(experience.token_rewards, rows),
+            "train/response_length": mean_of(actions, episodes),
+            "train/total_length": Mean(experience.num_tokens, episodes),
+            "train/truncated": mean_of(experience.truncated[once], episodes),
+            "train/response_clip_ratio": mean_of(full, rows),
         }
         return metrics | group_metrics(experience.rewards[once], experience.group_ids[once])
 
@@ -275,9 +276,7 @@ def group_metrics(rewards: Tensor, groups: Tensor) -> dict[str, Metric]:
     number = float(weights.sum())
     if not number:
         return {}
-    spread = (stats.std * weights).sum()
-    dead = weights[stats.std == 0].sum()
     return {
-        "train/group_reward_std": Mean(float(spread), number),
-        "train/dead_groups": Mean(float(dead), number),
+        "train/group_reward_std": mean_of(stats.std * weights, number),
+        "train/dead_groups": mean_of(weights[stats.std == 0], number),
     }

@@ -28,6 +28,7 @@ from openrlhf.observability.metrics import Mean, Metric
 from openrlhf.trainers.preference import ReferencedTask
 from openrlhf.trainers.tasks import Rows, offline_task
 from openrlhf.training.strategy import Strategy
+from openrlhf.workers.base import mean_of
 
 
 @offline_task("kto")
@@ -179,10 +180,10 @@ class KTOTask(ReferencedTask[KTOConfig, LabelledRow]):
         answers = micro.num_rows
         good = float(desirable.sum())
         metrics: dict[str, Metric] = {
-            "train/kto_loss": Mean(float(losses.detach().sum()), answers),
-            "train/chosen_reward": Mean(float(rewards[desirable].sum()), good),
-            "train/chosen_logratio": Mean(float(log_ratios[desirable].sum()), good),
-            "train/reject_reward": Mean(float(rewards[~desirable].sum()), answers - good),
+            "train/kto_loss": mean_of(losses, answers),
+            "train/chosen_reward": mean_of(rewards[desirable], good),
+            "train/chosen_logratio": mean_of(log_ratios[desirable], good),
+            "train/reject_reward": mean_of(rewards[~desirable], answers - good),
             "train/kto_kl": Mean(max(kl, 0.0) * answers, answers),
         }
         return self.share(losses.sum(), scores.aux_loss, answers, totals["answers"], metrics)

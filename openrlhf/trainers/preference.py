@@ -20,8 +20,9 @@ from openrlhf.data.feedback import PairRow, PreferenceDataset
 from openrlhf.data.first_look import TextFormat
 from openrlhf.data.loading import Table
 from openrlhf.models.adapters import adapters_off
-from openrlhf.observability.metrics import Mean, Metric
+from openrlhf.observability.metrics import Metric
 from openrlhf.trainers.tasks import LanguageTask, Micro, OfflineTask, Row, offline_task
+from openrlhf.workers.base import mean_of
 
 Referenced = TypeVar("Referenced", bound=DPOConfig | KTOConfig)
 Paired = TypeVar("Paired", bound=DPOConfig | RMConfig)
@@ -103,13 +104,13 @@ def pair_metrics(losses: Tensor, rewards: Tensor) -> dict[str, Metric]:
     chosen = rewards[0::2]
     rejected = rewards[1::2]
     right = (chosen > rejected).float() + (chosen == rejected).float() / 2
-    accuracy = Mean(float(right.sum()), pairs)
+    accuracy = mean_of(right, pairs)
     return {
-        "train/loss": Mean(float(losses.detach().sum()), pairs),
+        "train/loss": mean_of(losses, pairs),
         "train/acc": accuracy,
         "train/acc_mean": accuracy,  # the same value under the name used by older dashboards
-        "train/chosen_reward": Mean(float(chosen.sum()), pairs),
-        "train/reject_reward": Mean(float(rejected.sum()), pairs),
+        "train/chosen_reward": mean_of(chosen, pairs),
+        "train/reject_reward": mean_of(rejected, pairs),
     }
 
 
@@ -180,7 +181,7 @@ class PreferenceTask(PairTask[DPOConfig, Answers], ReferencedTask[DPOConfig, Pai
             compared = judged.means.flatten()
         compared = compared.detach()
         metrics = pair_metrics(losses, flags.beta * compared)
-        metrics["train/nll_loss"] = Mean(float(nll.detach().sum()), pairs)
+        metrics["train/nll_loss"] = mean_of(nll, pairs)
         if self.config.needs_reference:
-            metrics["train/chosen_logratio"] = Mean(float(compared[0::2].sum()), pairs)
+            metrics["train/chosen_logratio"] = mean_of(compared[0::2], pairs)
         return self.share(summed, scores.aux_loss, pairs, totals["pairs"], metrics)

@@ -16,8 +16,9 @@ from openrlhf.data.loading import Table
 from openrlhf.data.steps import StepDataset, StepRow
 from openrlhf.models.loading import STEP_TOKENS
 from openrlhf.models.policy import LogitModel, PolicyModel, reduced_logits
-from openrlhf.observability.metrics import Mean, Metric
+from openrlhf.observability.metrics import Metric
 from openrlhf.trainers.tasks import LanguageTask, offline_task
+from openrlhf.workers.base import mean_of
 
 
 @offline_task("prm")
@@ -101,9 +102,9 @@ class ProcessRewardTask(LanguageTask[PRMConfig, StepRow, Steps]):
         outputs = reduced_logits(model, micro.tokens, micro.offsets, at, judged)
         summed, right = outputs.values.sum(0)
         seen = float(len(labels))
-        accuracy = Mean(float(right.detach()), seen)
+        accuracy = mean_of(right, seen)
         metrics: dict[str, Metric] = {
-            "train/prm_loss": Mean(float(summed.detach()), seen),
+            "train/prm_loss": mean_of(summed, seen),
             "train/acc": accuracy,
             "train/acc_mean": accuracy,
         }

@@ -15,8 +15,9 @@ from openrlhf.core.batches import TokenRows
 from openrlhf.data.first_look import TextFormat
 from openrlhf.data.loading import Table
 from openrlhf.data.sft import SFTDataset, SFTRow
-from openrlhf.observability.metrics import Mean, Metric
+from openrlhf.observability.metrics import Metric
 from openrlhf.trainers.tasks import LanguageTask, offline_task
+from openrlhf.workers.base import mean_of
 
 
 @offline_task("sft")
@@ -49,7 +50,7 @@ class SFTTask(LanguageTask[SFTConfig, SFTRow, TokenRows]):
         scores = model(micro.tokens, micro.offsets, micro.loss_mask)
         summed = token_nll(scores.logprobs, micro.loss_mask).sum()
         seen = float(micro.loss_mask.sum())
-        metrics: dict[str, Metric] = {"train/gpt_loss": Mean(float(summed.detach()), seen)}
+        metrics: dict[str, Metric] = {"train/gpt_loss": mean_of(summed, seen)}
         return self.share(summed, scores.aux_loss, seen, totals["tokens"], metrics)
 
     def evaluation_names(self, metrics: Mapping[str, Metric]) -> dict[str, Metric]:

@@ -18,14 +18,14 @@ from openrlhf import termination
 from openrlhf.checkpoints.manager import SAVE_FAILED, CheckpointManager, note_of_end
 from openrlhf.checkpoints.manifest import Checkpoint, CheckpointError, RunState, StateLayout
 from openrlhf.data.batching import ResumableSampler
-from openrlhf.observability.metrics import Last, Max, Metric, merge_all, values
+from openrlhf.observability.metrics import Metric, merge_all, values
 from openrlhf.observability.recorder import Recorder
 from openrlhf.trainers.best import BestMetric
 from openrlhf.trainers.tasks import Micro, OfflineTask, Row, Rows
 from openrlhf.training.engine import TrainEngine
 from openrlhf.training.strategy import Strategy
 from openrlhf.units import GIB
-from openrlhf.workers.base import MicroBatchLimits, export_trained
+from openrlhf.workers.base import MicroBatchLimits, export_trained, update_metrics
 
 BUCKET_BYTES = GIB  # maximum size in bytes of the weights that an export gathers at a time
 
@@ -139,13 +139,7 @@ class SupervisedTrainer(Generic[Row, Micro]):
             max_nonfinite=self.train.max_nonfinite,
         )
         self.step += 1
-        metrics = dict(result.metrics)
-        metrics["train/lr"] = Last(result.lr)
-        metrics["train/grad_norm"] = Last(result.grad_norm)
-        metrics["train/nonfinite_steps"] = Max(float(self.engine.nonfinite_steps))
-        if result.changed is not None:
-            metrics["train/changed_weights"] = Last(result.changed)
-        return metrics
+        return update_metrics([result], self.engine, prefix="train/")
 
     def _loss(
         self, micro: Micro, totals: Mapping[str, float]
@@ -337,18 +331,16 @@ class SupervisedTrainer(Generic[Row, Micro]):
     def export(self, path: str, *, final: bool = True) -> None:
         """Write the model in Transformers' format, or its adapters in PEFT's format. Collective.
 
-        With --train.enable_ema, the EMA of the weights is written. `final` marks the export that
-        ends the run.
+        `final` marks the export that ends the run.
         """
-        with self.engine.averaged():
-            export_trained(
-                self.engine,
-                self.tokenizer,
-                path,
-                bucket_bytes=BUCKET_BYTES,
-                masters=self.ckpt.export_fp32,
-                final=final,
-            )
+        export_trained(
+            self.engine,
+            self.tokenizer,
+            path,
+            bucket_bytes=BUCKET_BYTES,
+            masters=self.ckpt.export_fp32,
+            final=final,
+        )
 
 
 def layout_of(strategy: Strategy, optim: str) -> StateLayout:

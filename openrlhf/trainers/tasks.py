@@ -20,9 +20,9 @@ from openrlhf.data.first_look import TextFormat
 from openrlhf.data.loading import Table
 from openrlhf.models.loading import LoadSpec, check_causal_lm, configuration
 from openrlhf.models.policy import PolicyModel
-from openrlhf.observability.metrics import Mean, Metric
+from openrlhf.observability.metrics import Metric
 from openrlhf.training.strategy import FrozenModel, Strategy
-from openrlhf.workers.base import MicroBatchLimits, balancing_term
+from openrlhf.workers.base import MicroBatchLimits, balancing_term, mean_of
 
 Config = TypeVar("Config", bound=SupervisedConfig)
 Row = TypeVar("Row")
@@ -164,7 +164,7 @@ class OfflineTask(ABC, Generic[Config, Row, Micro]):
         to the denominator `total`.
         """
         balance, balance_metrics = balancing_term(aux_loss, self.config.model.aux_loss_coef, seen)
-        minimised = {"train/loss_mean": Mean(float(summed.detach()), seen)}
+        minimised = {"train/loss_mean": mean_of(summed, seen)}
         return (summed + balance) / total, metrics | minimised | balance_metrics
 
     @abstractmethod

@@ -1,7 +1,7 @@
 """Base classes for worker roles: micro-batches, forward passes without gradient, and training."""
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, ClassVar, Generic, Self, TypeVar
 
@@ -130,6 +130,23 @@ def column_of(
     return column
 
 
+def mean_of(values: Tensor, count: float) -> Mean:
+    """Return the metric Σ values ÷ count."""
+    return Mean(float(values.detach().sum()), count)
+
+
+def update_metrics(results: Sequence[StepResult], engine: TrainEngine, *, prefix: str) -> Metrics:
+    """Return the merged metrics of optimizer steps. `prefix` begins the names of their settings."""
+    metrics = merge_all(result.metrics for result in results)
+    metrics[f"{prefix}lr"] = Last(results[-1].lr)
+    metrics[f"{prefix}grad_norm"] = Last(results[-1].grad_norm)
+    metrics["train/nonfinite_steps"] = Max(engine.nonfinite_steps)
+    changed = [result.changed for result in results if result.changed is not None]
+    if changed:
+        metrics[f"{prefix}changed_weights"] = Last(sum(changed) / len(changed))
+    return metrics
+
+
 def balancing_term(
     aux_loss: Tensor | None, coef: float, count: float, name: str = "train/aux_loss"
 ) -> tuple[Tensor | float, Metrics]:
@@ -227,19 +244,9 @@ class TrainedWorker(ABC, Generic[Job]):
                 results.append(result)
                 if self.has_moved_enough(result.metrics):
                     break
-        step_metrics: Metrics = {
-            f"train/{self.name}_steps": Last(float(len(results))),
-            f"train/{self.name}_lr": Last(results[-1].lr),
-            f"train/{self.name}_grad_norm": Last(results[-1].grad_norm),
-            "train/nonfinite_steps": Max(float(self.engine.nonfinite_steps)),
-        }
-        changed_shares = [result.changed for result in results if result.changed is not None]
-        if changed_shares:
-            mean = sum(changed_shares) / len(changed_shares)
-            step_metrics[f"train/{self.name}_changed_weights"] = Last(mean)
-        parts = [result.metrics for result in results]
-        parts.append(step_metrics)
-        return merge_all(parts)
+        metrics = update_metrics(results, self.engine, prefix=f"train/{self.name}_")
+        metrics[f"train/{self.name}_steps"] = Last(len(results))
+        return metrics
 
     def window(self, job: Job, number: int) -> list[Any]:
         """Return this rank's micro-batches for optimizer step `number` of the update.
@@ -295,18 +302,16 @@ class TrainedWorker(ABC, Generic[Job]):
     def export(self, tokenizer: PreTrainedTokenizerBase, path: str, final: bool = True) -> None:
         """Write the model, or only the adapters if the model has any. Collective.
 
-        If the run keeps an exponential moving average of the weights, the average is written.
         `final` marks the run's last export.
         """
-        with self.engine.awake(), self.engine.averaged():
-            export_trained(
-                self.engine,
-                tokenizer,
-                path,
-                bucket_bytes=self.bucket_bytes,
-                masters=self.config.ckpt.export_fp32,
-                final=final,
-            )
+        export_trained(
+            self.engine,
+            tokenizer,
+            path,
+            bucket_bytes=self.bucket_bytes,
+            masters=self.config.ckpt.export_fp32,
+            final=final,
+        )
 
 
 def export_trained(
@@ -320,24 +325,32 @@ def export_trained(
 ) -> None:
     """Write an engine's model, and compare the written files with the model. Collective.
 
-    The training engine must be awake and hold the weights to export. Raises ExportError if a file
-    cannot be written, or if the files of a `final` export do not match the trained model.
+    If the run keeps an exponential moving average of the weights, the average is written. Raises
+    ExportError if a file cannot be written, or if the files of a `final` export do not match the
+    trained model.
     """
     strategy = engine.strategy
-    logits: Tensor | None = None
-    if final and not strategy.config.load_in_4bit:
-        logits = probe_logits(engine.hf)
-    averages: Mapping[str, Tensor] = {}
-    if engine.average:
-        averages = engine.average.whole_weights
-    trained = TrainedState(
-        logits=logits,
-        precision=strategy.config.param_dtype,
-        max_len=getattr(engine.module, "max_len", None),
-        averages=averages,
-    )
-    buckets = exported_parameters(engine, bucket_bytes, masters=masters)
-    export_hf(
-        buckets, engine.hf, tokenizer, path, writes=strategy.is_main, trained=trained, final=final
-    )
-    strategy.barrier()
+    with engine.awake(), engine.averaged():
+        logits: Tensor | None = None
+        if final and not strategy.config.load_in_4bit:
+            logits = probe_logits(engine.hf)
+        averages: Mapping[str, Tensor] = {}
+        if engine.average:
+            averages = engine.average.whole_weights
+        trained = TrainedState(
+            logits=logits,
+            precision=strategy.config.param_dtype,
+            max_len=getattr(engine.module, "max_len", None),
+            averages=averages,
+        )
+        buckets = exported_parameters(engine, bucket_bytes, masters=masters)
+        export_hf(
+            buckets,
+            engine.hf,
+            tokenizer,
+            path,
+            writes=strategy.is_main,
+            trained=trained,
+            final=final,
+        )
+        strategy.barrier()

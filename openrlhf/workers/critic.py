@@ -9,10 +9,16 @@ from openrlhf.algorithms.tensors import masked_sum
 from openrlhf.core.batches import Experience, Ragged
 from openrlhf.models.backbone import has_balanced_experts
 from openrlhf.models.scalar import ScalarModel, load_scalar, state_values
-from openrlhf.observability.metrics import Mean
 from openrlhf.training.engine import Metrics
 from openrlhf.training.strategy import Strategy
-from openrlhf.workers.base import RoleSettings, TrainedWorker, Update, balancing_term, column_of
+from openrlhf.workers.base import (
+    RoleSettings,
+    TrainedWorker,
+    Update,
+    balancing_term,
+    column_of,
+    mean_of,
+)
 
 
 class CriticWorker(TrainedWorker[Update]):
@@ -76,7 +82,7 @@ class CriticWorker(TrainedWorker[Update]):
             outputs.aux_loss, self.config.actor.aux_loss_coef, tokens, "train/critic_aux_loss"
         )
         metrics: Metrics = {
-            "train/critic_loss": Mean(float(summed.detach()), tokens),
-            "train/values": Mean(float(masked_sum(values.detach(), mask)), tokens),
+            "train/critic_loss": mean_of(summed, tokens),
+            "train/values": mean_of(masked_sum(values, mask), tokens),
         }
         return (summed + balance) / totals["tokens"], metrics | balance_metrics

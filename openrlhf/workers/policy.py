@@ -41,7 +41,14 @@ from openrlhf.weights.encoders import Encoder
 from openrlhf.weights.manifest import WeightManifest
 from openrlhf.weights.sender import WeightSender
 from openrlhf.weights.transport import WeightGroup
-from openrlhf.workers.base import RoleSettings, TrainedWorker, Update, balancing_term, column_of
+from openrlhf.workers.base import (
+    RoleSettings,
+    TrainedWorker,
+    Update,
+    balancing_term,
+    column_of,
+    mean_of,
+)
 
 # Ratios ω outside this range are counted in train/rollout_ratio_outside.
 USUAL_RATIOS = AdvantageConfig().is_correction_threshold
@@ -183,10 +190,10 @@ class PolicyWorker(TrainedWorker[PolicyUpdate]):
             reference = layout.pad(micro.ref_logprobs)
             kl = self._loss_kl(logprobs, old, reference)
             loss = loss + job.kl_coef * masked_sum(kl, mask) / totals["tokens"]
-            metrics |= kl_metrics(kl.detach(), log_ratio(logprobs.detach(), reference, mask), mask)
+            metrics |= kl_metrics(kl, logprobs - reference, mask)
         if scores.entropy is not None:
             entropy_sum = masked_sum(layout.pad(scores.entropy), mask)
-            metrics["train/entropy_loss"] = Mean(float(entropy_sum.detach()), tokens)
+            metrics["train/entropy_loss"] = mean_of(entropy_sum, tokens)
             if entropy_coef:
                 loss = loss - entropy_coef * entropy_sum / totals["tokens"]
         return loss, metrics
@@ -230,12 +237,12 @@ class PolicyWorker(TrainedWorker[PolicyUpdate]):
         weights, count = self._weights(mask)
         summed = (weights * per_token).sum()
         tokens = float(mask.sum())
-        update_kl = float(masked_sum(kl_estimate(old, logprobs.detach(), "k3"), mask))
+        update_kl = kl_estimate(old, logprobs.detach(), "k3")
         metrics: Metrics = {
-            "train/policy_loss": Mean(float(summed.detach()), count),
-            "train/ppo_clip_ratio": Mean(float(surrogate.clipped.sum()), tokens),
-            "train/ppo_kl": Mean(float(surrogate.approx_kl.sum()), tokens),
-            "train/update_kl": Mean(update_kl, tokens),
+            "train/policy_loss": mean_of(summed, count),
+            "train/ppo_clip_ratio": mean_of(surrogate.clipped, tokens),
+            "train/ppo_kl": mean_of(surrogate.approx_kl, tokens),
+            "train/update_kl": mean_of(masked_sum(update_kl, mask), tokens),
         }
         metrics |= mismatch_metrics(old, rollout, mask) | filtered
         return summed / totals["policy"], metrics
@@ -251,7 +258,7 @@ class PolicyWorker(TrainedWorker[PolicyUpdate]):
         summed = token_nll(scores.logprobs, text.loss_mask).sum()
         tokens = float(text.loss_mask.sum())
         part = self.algo.ptx.coef * summed / totals["pretraining"]
-        return part, {"train/ptx_loss": Mean(float(summed.detach()), tokens)}
+        return part, {"train/ptx_loss": mean_of(summed, tokens)}
 
     def has_moved_enough(self, metrics: Metrics) -> bool:
         """Return whether the KL from π_old to π_θ exceeded --algo.kl.stop_update.
@@ -338,11 +345,11 @@ def mismatch_metrics(old: Tensor, rollout: Tensor, mask: Tensor) -> Metrics:
     omega = bounded_exp(-delta)
     outside = (omega < USUAL_RATIOS[0]) | (omega > USUAL_RATIOS[1])
     return {
-        "train/vllm_kl": Mean(float(delta.sum()), tokens),  # an estimate of KL(π_rollout ‖ π_old)
-        "train/logprob_gap_mean": Mean(float(gap.sum()), tokens),
+        "train/vllm_kl": mean_of(delta, tokens),  # an estimate of KL(π_rollout ‖ π_old)
+        "train/logprob_gap_mean": mean_of(gap, tokens),
         "train/logprob_gap_max": Max(largest_gap),
-        "train/rollout_ratio": Mean(float(omega.sum()), tokens),
-        "train/rollout_ratio_outside": Mean(float(outside.sum()), tokens),
+        "train/rollout_ratio": mean_of(omega, tokens),
+        "train/rollout_ratio_outside": mean_of(outside, tokens),
     }
 
 
@@ -353,7 +360,7 @@ def kl_metrics(kl: Tensor, difference: Tensor, mask: Tensor) -> Metrics:
     """
     tokens = float(mask.sum())
     return {
-        "train/kl": Mean(float(masked_sum(kl, mask)), tokens),
-        "train/kl_clamped": Mean(float((kl_clamped(kl) & mask).sum()), tokens),
-        "train/logprobs_diff": Mean(float(masked_sum(difference, mask)), tokens),
+        "train/kl": mean_of(masked_sum(kl, mask), tokens),
+        "train/kl_clamped": mean_of(kl_clamped(kl) & mask, tokens),
+        "train/logprobs_diff": mean_of(masked_sum(difference, mask), tokens),
     }
