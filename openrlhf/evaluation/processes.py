@@ -78,7 +78,7 @@ def reward_models(config: settings.SamplingCommand, *, logs: Path) -> Iterator[E
     with closing(make_hosts(group, machines, config.ds, on_gpus=plan.on_gpus)) as hosts:
         worker = (RewardWorker, settings.reward_settings(config))
         groups = start_workers(config, [hosts], lambda role: worker, log_dir=str(logs))
-        rewards = RewardStage(workers=groups["reward"], reward=config.reward)
+        rewards = RewardStage(by=groups["reward"], reward=config.reward)
         yield EarlyStages(stages=[rewards], timeout_s=config.train.step_timeout)
 
 

@@ -29,7 +29,7 @@ def make_stages(config: PPOConfig, groups: Mapping[str, WorkerGroup]) -> RunStag
     Dynamic filtering needs a prompt's rewards before the batch is complete. In an asynchronous run,
     scoring overlaps with training.
     """
-    rewards = RewardStage(workers=groups.get("reward"), reward=config.reward)
+    rewards = RewardStage(by=groups.get("reward"), reward=config.reward)
     columns = column_stages(config, groups)
     early: list[Stage] = []
     late = columns

@@ -167,10 +167,9 @@ class AsyncSource(Source):
 
     def _take(self, places: list[int]) -> list[PromptInFlight]:
         """Remove the held prompts at the indices `places`, and count them as one step."""
-        finished = sum(each.finished for each in self.held)
-        self._waiting = finished - len(places)
         taken = [self.held[place] for place in places]
         self.held = [each for place, each in enumerate(self.held) if place not in places]
+        self._waiting = sum(each.finished for each in self.held)
         kept = [each for each in taken if not each.filtered]
         if kept:
             self.step += 1
@@ -187,11 +186,8 @@ class AsyncSource(Source):
 
         In that case, no more prompts are drawn.
         """
-        failed = 0
-        samples = 0
-        for each in self.held:
-            failed += each.failed
-            samples += len(each.group)
+        failed = sum(each.failed for each in self.held)
+        samples = sum(len(each.group) for each in self.held)
         planned = max(samples, self.rule.batch * self.spec.n_samples)
         return self.errors.exceeded_by(failed, of=planned)
 
@@ -273,14 +269,15 @@ class AsyncSource(Source):
 
     def metrics(self) -> dict[str, Metric]:
         """Return metrics since the last call: generation cost, sample age and waiting prompts."""
-        lags = sorted(self._lags.elements())
-        self._lags.clear()
+        lags = self._lags
+        self._lags = Counter()
         metrics = super().metrics()
-        for lag in lags:
-            metrics[f"rollout/lag_{lag}"] = Mean(lags.count(lag), len(lags))
+        samples = lags.total()
+        for lag in sorted(lags):
+            metrics[f"rollout/lag_{lag}"] = Mean(lags[lag], samples)
         unfinished = sum(not each.finished for each in self.held)
-        metrics["rollout/lag_mean"] = Mean(sum(lags), len(lags))
-        metrics["rollout/lag_max"] = Max(float(max(lags, default=0)))
-        metrics["rollout/waiting_prompts"] = Last(float(self._waiting))
-        metrics["rollout/prompts_under_way"] = Last(float(unfinished))
+        metrics["rollout/lag_mean"] = Mean(sum(lags.elements()), samples)
+        metrics["rollout/lag_max"] = Max(max(lags, default=0))
+        metrics["rollout/waiting_prompts"] = Last(self._waiting)
+        metrics["rollout/prompts_under_way"] = Last(unfinished)
         return metrics

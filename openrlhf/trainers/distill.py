@@ -3,9 +3,10 @@
 A student is trained on the responses and on the teacher's distribution at each response token.
 """
 
+import math
 from collections.abc import Mapping
 from functools import cached_property
-from typing import Any, ClassVar, NamedTuple, cast
+from typing import Any, ClassVar, NamedTuple, Self, cast
 
 import torch
 from torch import Tensor
@@ -24,7 +25,6 @@ from openrlhf.rewards.remote_engines import RemoteEngine
 from openrlhf.trainers.remote_teacher import RemoteTeacher
 from openrlhf.trainers.sft import SFTTask
 from openrlhf.trainers.tasks import load_spec, offline_task
-from openrlhf.training.strategy import FrozenModel
 from openrlhf.workers.base import mean_of
 
 TEACHER = "--kd.teacher_model"
@@ -35,6 +35,11 @@ class TopLogits(NamedTuple):
 
     values: Tensor  # (K, k)
     tokens: Tensor  # (K, k), the token of each logit
+
+    @classmethod
+    def of(cls, pairs: Tensor) -> Self:
+        """Convert pairs (K, k, 2) of a logit and its token."""
+        return cls(pairs[..., 0], pairs[..., 1].long())
 
 
 @offline_task("kd")
@@ -105,18 +110,15 @@ class DistillationTask(SFTTask):
             if top_k is None:
                 found = logit_source(teacher, micro.tokens, micro.offsets, at)
             else:
-                best = min(top_k, self.shared)
-                found = self._top_logits(teacher, micro, at, best)
+
+                def kept(logits: Tensor, rows: slice | Tensor) -> Tensor:
+                    chosen = logits[:, : self.shared].topk(min(top_k, self.shared))
+                    return torch.stack([chosen.values, chosen.indices.to(logits.dtype)], -1)
+
+                pairs = reduced_logits(teacher, micro.tokens, micro.offsets, at, kept).values
+                found = TopLogits.of(pairs)
         teacher.rest()  # free device memory for the student's forward pass
         return found
-
-    def _top_logits(self, teacher: FrozenModel, micro: TokenRows, at: Tensor, k: int) -> TopLogits:
-        def kept(logits: Tensor, rows: slice | Tensor) -> Tensor:
-            chosen = logits[:, : self.shared].topk(k)
-            return torch.stack([chosen.values, chosen.indices.to(logits.dtype)], -1)
-
-        found = reduced_logits(teacher, micro.tokens, micro.offsets, at, kept).values
-        return TopLogits(found[..., 0], found[..., 1].long())
 
     def ask_server(self, micro: TokenRows, at: Tensor) -> TopLogits:
         """Request the log-probabilities of the most likely next tokens at the positions `at` (N,).
@@ -124,19 +126,13 @@ class DistillationTask(SFTTask):
         Tokens that are missing from the server's response get −∞.
         """
         rows = [part.tolist() for part in micro.parts(micro.tokens)]
-        size = (len(micro.tokens), self.server.best)
-        logprobs = torch.full(size, -torch.inf)
-        tokens = torch.zeros(size, dtype=torch.long)
-        # The last offset is the end of the last row, not the start of another row.
-        for start, places in zip(micro.offsets.tolist(), self.server.likeliest(rows), strict=False):
-            for place, returned in enumerate(places, start):
+        missing = (-math.inf, 0)
+        pairs: list[list[tuple[float, int]]] = []
+        for places in self.server.likeliest(rows):
+            for returned in [*places, []]:  # no token follows the last position of a row
                 known = [entry for entry in returned if entry[1] < self.shared]
-                if known:
-                    known_logprobs, known_tokens = zip(*known, strict=True)
-                    logprobs[place, : len(known)] = torch.tensor(known_logprobs)
-                    tokens[place, : len(known)] = torch.tensor(known_tokens)
-        device = micro.tokens.device
-        return TopLogits(logprobs.to(device)[at], tokens.to(device)[at])
+                pairs.append(known + [missing] * (self.server.best - len(known)))
+        return TopLogits.of(torch.tensor(pairs, device=micro.tokens.device)[at])
 
     def loss(
         self, model: Any, micro: TokenRows, totals: Mapping[str, float]

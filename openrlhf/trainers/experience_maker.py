@@ -149,26 +149,24 @@ class ExperienceMaker:
         except EstimatorError as error:
             raise UserError(f"--algo.advantage.estimator {advantage.estimator}: {error}") from error
         shaped = clip_rewards(shaped, *self.config.reward.clip_range)[experience.episode_of_row]
-        kl, kl_logged = self._reward_kl(experience)
+        kl, metrics = self._reward_kl(experience)
         columns = self._assign_credit(experience, shaped, kl)
         scale = not advantage.no_std_norm
         columns["advantages"] = normalize_advantages(
             columns["advantages"], experience.action_mask, estimator, scale=scale
         )
-        metrics: dict[str, Metric] = {}
         if experience.teacher_logprobs is not None:
             gap = self._teacher_kl(experience)
             columns["advantages"] -= algo.distill.coef * gap
-            actions = float(experience.action_mask.sum())
-            metrics["train/teacher_kl"] = mean_of(gap, actions)
+            metrics["train/teacher_kl"] = mean_of(gap, float(experience.action_mask.sum()))
         credited = replace(experience, rewards=rewards, **columns)
-        metrics |= self._metrics(credited) | kl_logged
+        metrics |= self._metrics(credited)
         if algo.loss.mask_truncated:
             credited = credited.select(torch.nonzero(~credited.truncated).flatten().tolist())
         return credited, metrics
 
     def _assign_credit(
-        self, experience: Experience, shaped: Tensor, kl: Tensor | None
+        self, experience: Experience, shaped: Tensor, kl: Tensor
     ) -> dict[str, Tensor]:
         """Return the columns r_t, Â_t (not yet normalized) and Ĝ_t, all (N,).
 
@@ -179,23 +177,22 @@ class ExperienceMaker:
         estimator = ADVANTAGE_ESTIMATORS[advantage.estimator]
         names = ("token_rewards", "advantages", "returns")
         columns = {name: torch.zeros(experience.num_tokens) for name in names}
+        zeros = torch.zeros(experience.num_tokens)
+        turns = experience.turn_rewards
         # Estimators that compare entire samples ignore the rewards of individual turns.
-        turns = None if estimator.traits.per_episode else experience.turn_rewards
+        if turns is None or estimator.traits.per_episode:
+            turns = zeros
+        values = experience.values
+        if values is None:
+            values = zeros
         for rows in experience.similar_rows(BLOCK_TOKENS):
             block = Layout.of(experience.offsets, rows)
             mask = block.pad(experience.action_mask)
             per_token = token_rewards(
-                shaped[rows],
-                None if kl is None else block.pad(kl),
-                mask,
-                self.kl.coef,
-                None if turns is None else block.pad(turns),
+                shaped[rows], block.pad(kl), mask, self.kl.coef, block.pad(turns)
             )
-            values = torch.zeros_like(per_token)
-            if experience.values is not None:
-                values = block.pad(experience.values)
             advantages, returns = estimator.credit(
-                per_token, values, mask, gamma=advantage.gamma, lam=advantage.lambd
+                per_token, block.pad(values), mask, gamma=advantage.gamma, lam=advantage.lambd
             )
             block.scatter(per_token, columns["token_rewards"])
             block.scatter(advantages, columns["advantages"])
@@ -235,15 +232,15 @@ class ExperienceMaker:
             )
         return rewards
 
-    def _reward_kl(self, experience: Experience) -> tuple[Tensor | None, dict[str, Metric]]:
+    def _reward_kl(self, experience: Experience) -> tuple[Tensor, dict[str, Metric]]:
         """Return the per-token KL between π_old and π_ref (N,), and its metrics.
 
-        Returns None and no metrics if the reward has no KL term.
+        Returns zeros and no metrics if the reward has no KL term.
         """
         kl = self.config.algo.kl
         old, reference = experience.old_logprobs, experience.ref_logprobs
         if not kl.in_reward or reference is None:
-            return None, {}
+            return torch.zeros(experience.num_tokens), {}
         assert old is not None
         column = kl_estimate(old, reference, kl.estimator)
         return column, kl_metrics(column, old - reference, experience.action_mask)
@@ -252,13 +249,12 @@ class ExperienceMaker:
         once = experience.last_rows
         episodes = len(once)
         rows = experience.num_rows
-        actions = experience.num_actions
         assert experience.token_rewards is not None
         full = experience.lengths >= self.config.data.max_len
         metrics: dict[str, Metric] = {
             "train/reward": mean_of(experience.rewards[once], episodes),
             "train/return": mean_of(experience.token_rewards, rows),
-            "train/response_length": mean_of(actions, episodes),
+            "train/response_length": mean_of(experience.num_actions, episodes),
             "train/total_length": Mean(experience.num_tokens, episodes),
             "train/truncated": mean_of(experience.truncated[once], episodes),
             "train/response_clip_ratio": mean_of(full, rows),

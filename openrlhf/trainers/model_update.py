@@ -1,6 +1,5 @@
 """Updates the critic and the policy on a batch with advantages."""
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 
 from openrlhf.cluster.worker_group import Call, WorkerGroup, wait_for
@@ -9,7 +8,7 @@ from openrlhf.core.batches import Experience, TokenRows
 from openrlhf.data.batching import row_costs
 from openrlhf.observability.metrics import Metric, merge_all
 from openrlhf.trainers.pretraining_mix import PretrainingMix
-from openrlhf.trainers.update_plan import SliceUpdate, plan_update
+from openrlhf.trainers.update_plan import plan_update
 from openrlhf.weights.publisher import WeightPublisher
 from openrlhf.workers.base import Update
 from openrlhf.workers.critic import CriticWorker
@@ -36,42 +35,34 @@ class ModelUpdate:
         """
         launched: list[Call] = []
         if self.critic:
-            launched += self._launch_critic(self.critic, experience, step)
+            updates = self._updates(experience, self.critic, CriticWorker, step)
+            launched += self.critic.launch(CriticWorker.update, updates)
         if step >= self.config.frozen_steps:
             launched += self._launch_policy(experience, step, kl_coef)
         timeout_s = self.config.train.step_timeout
         return merge_all(wait_for(launched, timeout_s=timeout_s, doing="update the models"))
 
-    def _launch_critic(self, critic: WorkerGroup, experience: Experience, step: int) -> list[Call]:
-        needed = experience.only(*CriticWorker.update_columns)
-        updates: list[Update] = []
-        for plan in self._plan(experience, critic, step):
-            updates.append(Update(experience=needed.select(plan.rows), steps=plan.steps))
-        return critic.launch(CriticWorker.update, updates)
-
     def _launch_policy(self, experience: Experience, step: int, kl_coef: float) -> list[Call]:
-        needed = experience.only(*PolicyWorker.update_columns)
-        plans = self._plan(experience, self.policy, step)
-        texts = self._pretraining_texts(step, len(plans[0].steps))
+        planned = self._updates(experience, self.policy, PolicyWorker, step)
+        texts = self._pretraining_texts(step, len(planned[0].steps))
         updates: list[PolicyUpdate] = []
-        for plan, text in zip(plans, texts, strict=True):
-            update = PolicyUpdate(
-                experience=needed.select(plan.rows),
-                steps=plan.steps,
-                kl_coef=kl_coef,
-                pretraining=text,
-            )
-            updates.append(update)
+        for update, text in zip(planned, texts, strict=True):
+            updates.append(PolicyUpdate(**vars(update), kl_coef=kl_coef, pretraining=text))
         with self.weights.sending:  # wait until no engine is receiving weights
             self.weights.version = step + 1  # a refit from now on sends the updated weights
             return self.policy.launch(PolicyWorker.update, updates)
 
-    def _plan(
-        self, experience: Experience, workers: WorkerGroup, step: int
-    ) -> Sequence[SliceUpdate]:
-        """Return the rows of every optimizer step for each of the workers' data slices."""
+    def _updates(
+        self,
+        experience: Experience,
+        workers: WorkerGroup,
+        worker: type[CriticWorker | PolicyWorker],
+        step: int,
+    ) -> list[Update]:
+        """Return the update for each of the workers' data slices, with the columns it needs."""
+        needed = experience.only(*worker.update_columns)
         train = self.config.train
-        return plan_update(
+        plans = plan_update(
             row_costs(experience.lengths.tolist(), workers.attention_length),
             episodes=experience.episode_of_row.tolist(),
             slices=workers.slices,
@@ -79,6 +70,7 @@ class ModelUpdate:
             epochs=train.max_epochs,
             seed=train.seed + step,
         )
+        return [Update(experience=needed.select(plan.rows), steps=plan.steps) for plan in plans]
 
     def _pretraining_texts(self, step: int, optimizer_steps: int) -> list[list[TokenRows]]:
         """Return text from --algo.ptx.dataset for each data slice, with one batch per optimizer

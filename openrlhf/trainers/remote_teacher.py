@@ -143,15 +143,14 @@ class RemoteTeacherStage:
     requests are cancelled at the deadline.
     """
 
-    teacher: RemoteTeacher
+    by: RemoteTeacher
     writes: str = "teacher_logprobs"
-    timing: str = "teacher_logprobs"
 
     def launch(self, batch: EpisodeRows) -> Add:
         """Send the requests for all episodes concurrently."""
         answers: list[Future[list[float]]] = []
         for episode in batch.episodes:
-            answers.append(in_background(self.teacher.scores(episode)))
+            answers.append(in_background(self.by.scores(episode)))
 
         def add(batch: EpisodeRows, timeout_s: float) -> EpisodeRows:
             _, late = wait(answers, timeout_s)
@@ -167,7 +166,7 @@ class RemoteTeacherStage:
                     column += answer.result()
                     episodes.append(episode)
                 except ServerError as error:
-                    message = f"{self.teacher.flag}: {error}"
+                    message = f"{self.by.flag}: {error}"
                     episodes.append(episode.failing(message, error.failure))
                     size = sum(len(conversation.tokens) for conversation in episode.conversations)
                     column += [math.nan] * size

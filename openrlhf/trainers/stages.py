@@ -82,8 +82,8 @@ class Stage(Protocol):
         """The `Experience` column to write, or None for rewards, which belong to the episodes."""
 
     @property
-    def timing(self) -> str | None:
-        """The name of the stage's timing metric, or None if no model is called."""
+    def by(self) -> object | None:
+        """The workers or the server that compute the result, or None if no model is called."""
 
     def launch(self, batch: EpisodeRows) -> Add:
         """Start the computation.
@@ -99,7 +99,8 @@ def run_stages(
     """Launch all stages, then collect their results in order.
 
     A stage whose column is already present (asynchronous runs) is not launched.
-    Each timing metric is the number of seconds until its stage's result arrives.
+    Each timing metric is the number of seconds until its stage's result arrives. It is named after
+    the stage's column, or `reward_models`.
     """
     start = time.perf_counter()
     timing: dict[str, Metric] = {}
@@ -109,8 +110,9 @@ def run_stages(
             launched.append((stage, stage.launch(batch)))
     for stage, add in launched:
         batch = add(batch, timeout_s)
-        if stage.timing:
-            timing[f"timing/{stage.timing}"] = Last(time.perf_counter() - start)
+        if stage.by:
+            name = stage.writes or "reward_models"
+            timing[f"timing/{name}"] = Last(time.perf_counter() - start)
     return batch, timing
 
 
@@ -160,11 +162,6 @@ class ColumnStage:
     method: Callable[..., Tensor]
     inputs: Callable[[Experience], Ragged] = Experience.targets
 
-    @property
-    def timing(self) -> str:
-        """The name of the timing metric, which is the column's name."""
-        return self.writes
-
     def launch(self, batch: EpisodeRows) -> Add:
         """Send the rows to the ranks."""
         collect = launch_scoring(self.inputs(batch.rows), self.by, self.method)
@@ -179,30 +176,21 @@ class RewardStage:
     weights from the flags.
     """
 
-    workers: WorkerGroup | None
+    by: WorkerGroup | None
     reward: RewardConfig
     writes: None = None
-
-    @property
-    def timing(self) -> str | None:
-        """`reward_models`, or None if there are no reward models."""
-        if self.workers is None:
-            return None
-        return "reward_models"
 
     def launch(self, batch: EpisodeRows) -> Add:
         """Score each episode with each model. The models are run on the last conversation."""
         rows: Experience | None = None
         whole = None  # a reward per row from each reward model
         by_token = None  # a reward per token from the process reward model
-        if self.workers:
+        if self.by:
             rows = batch.rows.select(batch.rows.last_rows)
             if self.reward.scalars:
-                whole = launch_scoring(
-                    rows.texts(), self.workers, RewardWorker.rewards, per_row=True
-                )
+                whole = launch_scoring(rows.texts(), self.by, RewardWorker.rewards, per_row=True)
             if self.reward.process_model:
-                by_token = launch_scoring(rows.targets(), self.workers, RewardWorker.step_rewards)
+                by_token = launch_scoring(rows.targets(), self.by, RewardWorker.step_rewards)
 
         def add(batch: EpisodeRows, timeout_s: float) -> EpisodeRows:
             by_models: list[list[float]] = [[]] * len(batch.episodes)

@@ -320,10 +320,9 @@ class SupervisedTrainer(Generic[Row, Micro]):
 
     def return_to_best(self) -> None:
         """With --eval.patience, load the weights of the best evaluation. Collective."""
-        checkpoint: Checkpoint | None = None
-        if self.recorder:
-            checkpoint = self.best.to_export(self.step, self.checkpoints, self.note)
-        checkpoint = self.strategy.broadcast(checkpoint)
+        checkpoint = self._on_main(
+            partial(self.best.to_export, self.step, self.checkpoints, self.note)
+        )
         if checkpoint:
             self.engine.load(checkpoint.engine_dir(), checkpoint.tag)
             self.measured_at = -1

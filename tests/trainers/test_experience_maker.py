@@ -346,7 +346,7 @@ def judges(broken: tuple[int, ...] = (), *, models: bool = True, **flags: Any) -
 
     names = "one,two" if models else None
     workers: Any = Workers(answer) if models else None
-    return RewardStage(workers=workers, reward=RewardConfig(model_name_or_path=names, **flags))
+    return RewardStage(by=workers, reward=RewardConfig(model_name_or_path=names, **flags))
 
 
 SENT: list[set[str]] = []
