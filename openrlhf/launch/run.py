@@ -35,7 +35,7 @@ from openrlhf.trainers.async_source import AsyncSource
 from openrlhf.trainers.engine_comparison import EngineComparison
 from openrlhf.trainers.evaluation import Evaluate
 from openrlhf.trainers.experience_maker import ExperienceMaker
-from openrlhf.trainers.ppo import PPOTrainer, assemble
+from openrlhf.trainers.ppo import PPOTrainer
 from openrlhf.trainers.rollout_only import RolloutOnly
 from openrlhf.trainers.sources import Source, SyncSource, evaluate
 from openrlhf.trainers.stages import EarlyStages, Stage
@@ -107,7 +107,7 @@ class Run:
         maker = ExperienceMaker(self.config, stages.of_batch)
         if self.config.rollout.only:
             return RolloutOnly(source, maker, self.recorder)
-        trainer = assemble(
+        trainer = PPOTrainer(
             source,
             maker,
             self._make_publisher(groups["actor"]),

@@ -62,9 +62,14 @@ class Checkpointing:
                 self.recorder.display.note(SAVE_FAILED.format(step, error))
 
     def _write_and_commit(self, step: int, *, best: bool) -> None:
-        staged = self.manager.begin(step, best=best, hf=self.config.ckpt.save_hf)
+        ckpt = self.config.ckpt
+        staged = self.manager.begin(step, best=best, hf=ckpt.save_hf)
         with self.manager.writing(staged):
-            self._write(staged)
+            if not ckpt.disable_ds:
+                self._have_models(TrainedWorker.save_checkpoint, staged, "save a checkpoint")
+                self.source.save(Path(staged.engine_dir(SOURCE_PART)) / staged.tag)
+            if ckpt.save_hf:
+                self.exporting.write_policy(staged.hf_dir, final=False)
         state = replace(
             self.start,
             step=step,
@@ -77,14 +82,6 @@ class Checkpointing:
         metric_value = self.best.value_of(step)
         self.manager.commit(staged, state=state, metric_value=metric_value)
         self.saved = step
-
-    def _write(self, staged: StagedCheckpoint) -> None:
-        ckpt = self.config.ckpt
-        if not ckpt.disable_ds:
-            self._have_models(TrainedWorker.save_checkpoint, staged, "save a checkpoint")
-            self.source.save(Path(staged.engine_dir(SOURCE_PART)) / staged.tag)
-        if ckpt.save_hf:
-            self.exporting.write_policy(staged.hf_dir, final=False)
 
     def resume(self, checkpoint: Checkpoint) -> int:
         """Continue from a checkpoint and return its step."""

@@ -5,7 +5,6 @@ PPO, REINFORCE++, RLOO and GRPO differ only in `credit` and in the policy loss.
 
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import KW_ONLY, dataclass, field
 
 from transformers import PreTrainedTokenizerBase
 
@@ -36,26 +35,67 @@ from openrlhf.trainers.utilisation import utilisation
 from openrlhf.weights.publisher import WeightPublisher
 
 
-@dataclass(eq=False, repr=False)
 class PPOTrainer:
-    """The RL training loop."""
+    """The RL training loop.
 
-    source: Source
-    maker: ExperienceMaker
-    models: ModelUpdate
-    weights: WeightPublisher
-    _: KW_ONLY
-    evaluation: Evaluation
-    checkpointing: Checkpointing
-    exporting: Exporting
-    recorder: Recorder
-    clock: Clock
-    hosts: Sequence[HostHandles]  # processes that run the models
-    config: RLFlags
-    step: int = field(default=0, init=False)  # number of finished steps
+    `play` generates the held-out episodes, or is None. `hosts` are the processes that run the
+    models. `start` is the state before the first step.
+    """
 
-    def __post_init__(self) -> None:
-        self.outcome = Outcome(dynamic_filter=self.source.dynamic_filter)
+    def __init__(
+        self,
+        source: Source,
+        maker: ExperienceMaker,
+        weights: WeightPublisher,
+        *,
+        policy: WorkerGroup,
+        critic: WorkerGroup | None,
+        play: Evaluate | None,
+        pretraining: PretrainingMix | None,
+        manager: CheckpointManager,
+        tokenizer: PreTrainedTokenizerBase,
+        recorder: Recorder,
+        hosts: Sequence[HostHandles],
+        config: RLFlags,
+        start: RunState,
+    ) -> None:
+        self.source = source
+        self.maker = maker
+        self.weights = weights
+        self.recorder = recorder
+        self.hosts = hosts
+        self.config = config
+        self.step = 0  # number of finished steps
+        self.outcome = Outcome(dynamic_filter=source.dynamic_filter)
+        self.clock = Clock(recorder.display.status)
+        self.models = ModelUpdate(
+            policy=policy, critic=critic, weights=weights, pretraining=pretraining, config=config
+        )
+        self.exporting = Exporting(
+            policy=policy, critic=critic, tokenizer=tokenizer, recorder=recorder, config=config
+        )
+        best = BestMetric(
+            config.ckpt.best_metric_key, ending="_pass1", patience=config.eval.patience
+        )
+        self.evaluation = Evaluation(
+            play=play,
+            best=best,
+            errors=source.errors,
+            recorder=recorder,
+            clock=self.clock,
+            config=config,
+        )
+        self.checkpointing = Checkpointing(
+            manager=manager,
+            source=source,
+            kl=maker.kl,
+            best=best,
+            exporting=self.exporting,
+            recorder=recorder,
+            clock=self.clock,
+            config=config,
+            start=start,
+        )
 
     def fit(self) -> None:
         """Train until the prompts run out or a limit ends the run, then export the models."""
@@ -254,63 +294,6 @@ class PPOTrainer:
             if note := note_of_end(ckpt, saved=self.checkpointing.saved, step=self.step):
                 self.recorder.display.note(note)
             raise
-
-
-def assemble(
-    source: Source,
-    maker: ExperienceMaker,
-    weights: WeightPublisher,
-    *,
-    policy: WorkerGroup,
-    critic: WorkerGroup | None,
-    play: Evaluate | None,
-    pretraining: PretrainingMix | None,
-    manager: CheckpointManager,
-    tokenizer: PreTrainedTokenizerBase,
-    recorder: Recorder,
-    hosts: Sequence[HostHandles],
-    config: RLFlags,
-    start: RunState,
-) -> PPOTrainer:
-    """Return the training loop, assembled from its parts.
-
-    `play` generates the held-out episodes, or is None; `start` is the state before the first step.
-    """
-    clock = Clock(recorder.display.status)
-    best = BestMetric(config.ckpt.best_metric_key, ending="_pass1", patience=config.eval.patience)
-    models = ModelUpdate(
-        policy=policy, critic=critic, weights=weights, pretraining=pretraining, config=config
-    )
-    evaluation = Evaluation(
-        play=play, best=best, errors=source.errors, recorder=recorder, clock=clock, config=config
-    )
-    exporting = Exporting(
-        policy=policy, critic=critic, tokenizer=tokenizer, recorder=recorder, config=config
-    )
-    checkpointing = Checkpointing(
-        manager=manager,
-        source=source,
-        kl=maker.kl,
-        best=best,
-        exporting=exporting,
-        recorder=recorder,
-        clock=clock,
-        config=config,
-        start=start,
-    )
-    return PPOTrainer(
-        source,
-        maker,
-        models,
-        weights,
-        evaluation=evaluation,
-        checkpointing=checkpointing,
-        exporting=exporting,
-        recorder=recorder,
-        clock=clock,
-        hosts=hosts,
-        config=config,
-    )
 
 
 def step_metrics(source: Source, batch: StepBatch) -> dict[str, Metric]:

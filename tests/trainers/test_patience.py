@@ -27,7 +27,7 @@ from openrlhf.core.batches import Experience
 from openrlhf.observability.metrics import Last, Metric
 from openrlhf.rewards.budget import ErrorBudget
 from openrlhf.trainers.experience_maker import StepBatch
-from openrlhf.trainers.ppo import assemble
+from openrlhf.trainers.ppo import PPOTrainer
 from openrlhf.trainers.supervised import SupervisedTrainer
 from openrlhf.training.engine import StepResult
 from openrlhf.workers.base import TrainedWorker
@@ -226,7 +226,7 @@ class OnPolicy:
             annotate=annotated, credit=lambda e: (e, {}), kl=KLController(coef=0.0)
         )
         publisher: Any = SimpleNamespace(publish=lambda _: None)
-        self.loop: Any = assemble(
+        self.loop: Any = PPOTrainer(
             source,
             maker,
             publisher,

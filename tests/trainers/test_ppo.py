@@ -27,7 +27,7 @@ from openrlhf.rollout.episode_metrics import rollout_metrics
 from openrlhf.trainers.experience_maker import StepBatch, find_exclusions
 from openrlhf.trainers.filtering import DynamicFilter, thrown_away
 from openrlhf.trainers.outcome import NothingLearned
-from openrlhf.trainers.ppo import assemble
+from openrlhf.trainers.ppo import PPOTrainer
 from tests.trainers.episodes import episode, failed
 
 FAILED = Exclusion.FAILED
@@ -263,7 +263,7 @@ def trainer(
         critic=CriticConfig(freezing_steps=freezing_steps),
         algo=AlgoConfig(kl=KLConfig(stop_run=stop_run)),
     )  # fmt: skip
-    made: Any = assemble(
+    made: Any = PPOTrainer(
         source,
         nothing,
         nothing,
