@@ -1,7 +1,7 @@
 """Engines and reward models of non-training commands, which take turns on the devices."""
 
 from collections.abc import Iterator
-from contextlib import closing, contextmanager
+from contextlib import ExitStack, closing, contextmanager
 from pathlib import Path
 from time import monotonic
 
@@ -9,6 +9,7 @@ from transformers import PreTrainedTokenizerBase
 
 from openrlhf.cluster.placement import HostGroup, Placement, engine_group
 from openrlhf.cluster.ray_cluster import places_now, ray_cluster
+from openrlhf.cluster.worker_group import WorkerGroup
 from openrlhf.config.evaluation import EvaluationConfig
 from openrlhf.config.inference import BatchInferenceConfig
 from openrlhf.launch import settings
@@ -71,14 +72,21 @@ def engines(
 
 @contextmanager
 def reward_models(config: settings.SamplingCommand, *, logs: Path) -> Iterator[EarlyStages]:
-    """Run the reward models until the block exits."""
-    group = reward_hosts(config)
-    plan = exclusive(group)
-    machines = places_now(plan)[group.name]
-    with closing(make_hosts(group, machines, config.ds, on_gpus=plan.on_gpus)) as hosts:
-        worker = (RewardWorker, settings.reward_settings(config))
-        groups = start_workers(config, [hosts], lambda role: worker, log_dir=str(logs))
-        rewards = RewardStage(by=groups["reward"], reward=config.reward)
+    """Run the reward models, if there are any, until the block exits.
+
+    Yields the stage that combines their rewards with the reward function's rewards.
+    """
+    groups: dict[str, WorkerGroup] = {}
+    with ExitStack() as ends:
+        if config.reward.models:
+            group = reward_hosts(config)
+            plan = exclusive(group)
+            machines = places_now(plan)[group.name]
+            hosts = make_hosts(group, machines, config.ds, on_gpus=plan.on_gpus)
+            ends.callback(hosts.close)
+            worker = (RewardWorker, settings.reward_settings(config))
+            groups = start_workers(config, [hosts], lambda role: worker, log_dir=str(logs))
+        rewards = RewardStage(by=groups.get("reward"), reward=config.reward)
         yield EarlyStages(stages=[rewards], timeout_s=config.train.step_timeout)
 
 

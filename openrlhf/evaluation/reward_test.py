@@ -12,7 +12,7 @@ from functools import partial
 from itertools import chain, groupby
 from operator import attrgetter
 from pathlib import Path
-from statistics import fmean, pstdev
+from statistics import fmean, median_high, pstdev
 from typing import Any, NoReturn
 
 from transformers import PreTrainedTokenizerBase
@@ -58,11 +58,9 @@ def try_reward(config: RewardTestConfig) -> NoReturn:
     tokenizer = None
     if path:
         tokenizer = get_tokenizer(path, flag="--actor.model_name_or_path")
-
-    def read() -> list[RewardRequest]:
-        return list(read_requests(config, tokenizer))
-
-    requests = loaded(read, partial(check_reward_file, config.reward))
+    requests = loaded(
+        partial(read_requests, config, tokenizer), partial(check_reward_file, config.reward)
+    )
     wrong: list[RewardRequest] = []
     if not config.data.output_key:
         wrong = wrong_requests(requests[:WRONG_ANSWERS], tokenizer)
@@ -75,24 +73,24 @@ def try_reward(config: RewardTestConfig) -> NoReturn:
         with reward_of(config.reward, log_dir=logs) as reward:
             assert reward is not None
             started = time.monotonic()
-            scored = asyncio.run(
-                score_all(reward, [*requests, *wrong], at_once=at_once, groups=config.reward.batch)
-            )
+            scored = asyncio.run(score_all(reward, [*requests, *wrong], at_once=at_once))
             seconds = time.monotonic() - started
     except BaseException:
         if not read_output(logs):
             shutil.rmtree(logs)
         raise
-    print_scores(scored[: len(requests)], seconds=seconds, at_once=at_once)
-    print_wrong_answers(rewards_of(scored[: len(requests)]), rewards_of(scored[len(requests) :]))
+    right = scored[: len(requests)]
+    print_scores(right, seconds=seconds, at_once=at_once)
+    print_wrong_answers(rewards_of(right), rewards_of(scored[len(requests) :]))
     if tokenizer is None:
         say(
             "\nResponses were scored unchanged. In a run, the tokenizer encodes and decodes them "
             "and appends the end-of-text token. To score them that way, pass "
             "--actor.model_name_or_path."
         )
-    show_output(logs, keep=bool(errors_of(scored)))
-    if len(errors_of(scored)) > config.reward.max_error_rate * len(scored):
+    errors = errors_of(scored)
+    show_output(logs, keep=bool(errors))
+    if len(errors) > config.reward.max_error_rate * len(scored):
         raise SystemExit(1)
     raise SystemExit(0)
 
@@ -141,8 +139,8 @@ def show_output(logs: Path, *, keep: bool) -> None:
 
 def read_requests(
     config: RewardTestConfig, tokenizer: PreTrainedTokenizerBase | None
-) -> Iterator[RewardRequest]:
-    """Yield a request for each row. Raises DataError.
+) -> list[RewardRequest]:
+    """Return a request for each row. Raises DataError.
 
     Without --data.output_key, the label serves as a correct response.
     """
@@ -169,6 +167,7 @@ def read_requests(
             origin=lambda row: f"{data.prompt_dataset}, row {row + 1}",
         )
         report(*findings)
+    requests: list[RewardRequest] = []
     for row in rows:
         assert isinstance(row, dict)
         prompt = fill_template(data.input_template, _prompt(row, data.input_key))
@@ -182,7 +181,8 @@ def read_requests(
         else:
             assert data.label_key
             response = text_of(row, data.label_key)
-        yield answered(tokenizer, prompt, label, response)
+        requests.append(answered(tokenizer, prompt, label, response))
+    return requests
 
 
 def _prompt(row: Mapping[str, Any], column: str) -> str:
@@ -193,14 +193,12 @@ def _prompt(row: Mapping[str, Any], column: str) -> str:
     return "\n".join(message["content"] for message in messages)
 
 
-async def score_all(
-    reward: Reward, requests: list[RewardRequest], *, at_once: int, groups: bool
-) -> list[Scored]:
+async def score_all(reward: Reward, requests: list[RewardRequest], *, at_once: int) -> list[Scored]:
     """Score all requests, `at_once` calls at a time.
 
-    With `groups`, adjacent requests with the same prompt share a call. A single request is passed
-    twice, because a run passes several samples per prompt; a function that returns too few rewards
-    therefore fails in this test too.
+    With --reward.batch, adjacent requests with the same prompt share a call. A single request is
+    passed twice, because a run passes several samples per prompt; a function that returns too few
+    rewards therefore fails in this test too.
     """
     turns = asyncio.Semaphore(at_once)
 
@@ -218,7 +216,7 @@ async def score_all(
         ]
 
     key: Callable[[RewardRequest], Any] = id
-    if groups:
+    if reward.batch:
         key = attrgetter("prompt")
     async with aclosing(reward):
         await reward.check()
@@ -269,7 +267,7 @@ def _facts(rows: Sequence[Scored], seconds: float, at_once: int) -> Iterator[tup
     for kind, count in failures.most_common():
         yield f"  {kind}", f"{count:,}"
     times = sorted(row.seconds for row in rows)
-    median = times[len(times) // 2]
+    median = median_high(times)
     percentile_99 = times[int(0.99 * (len(times) - 1))]
     yield (
         "time of a call",

@@ -51,7 +51,6 @@ from openrlhf.reporting import say
 from openrlhf.rewards.budget import ErrorBudget
 from openrlhf.rewards.judge import Judge
 from openrlhf.rewards.preview import check_reward
-from openrlhf.rewards.protocol import combined
 from openrlhf.rewards.remote_engines import offer_engines
 from openrlhf.rewards.rule import reward_of
 from openrlhf.rollout.background import BackgroundLoop
@@ -292,18 +291,10 @@ class Evaluation:
     def rewarded(self, answers: Sequence[Trajectory]) -> list[Trajectory]:
         """Return the answers with the weighted sum of their rewards.
 
-        Reward models are started for this call and stopped afterwards.
+        Reward models, if there are any, are started for this call and stopped afterwards.
         """
-        if self.config.reward.models:
-            with reward_models(self.config, logs=self.logs) as models:
-                return models.score(answers)
-        weights = self.config.reward.weights or ()
-        rewarded: list[Trajectory] = []
-        for answer in answers:
-            if not answer.failed:
-                answer = combined(answer, (), weights)
-            rewarded.append(answer)
-        return rewarded
+        with reward_models(self.config, logs=self.logs) as models:
+            return models.score(answers)
 
     def compared(
         self, ours: Sequence[Trajectory], theirs: Sequence[Trajectory]
