@@ -17,6 +17,7 @@ from openrlhf.core.trajectory import Prompt, Trajectory
 from openrlhf.data.clock import set_clock
 from openrlhf.data.errors import DataError
 from openrlhf.data.first_look import TextFormat, record
+from openrlhf.data.first_start import FirstStart
 from openrlhf.data.loading import Table, load_datasets
 from openrlhf.data.prompts import AnsweredDataset, PromptDataset
 from openrlhf.data.shown import SHOWN, show_template, show_text
@@ -66,12 +67,10 @@ def run_batch_inference(config: BatchInferenceConfig) -> None:
     rows = load_rows(config)
     request = request_identity(config, rows, tokenizer)
     first_start = start_of_request(final, request)
-    set_clock(tokenizer, first_start.moment)
-    prompts = read_rows(config, tokenizer, rows, follows=first_start.trained_format)
+    prompts, identity = rendered_rows(config, tokenizer, rows, first_start)
     if config.dry_run:
         show_rows(config, tokenizer, prompts)
         return
-    identity = inference_identity(config, prompts) | first_start.entries
     journal = Journal(final, identity, request=request)
     with recorded_run(config) as recorder:
         missing = [prompt for prompt in prompts if prompt.index not in journal.results]
@@ -105,6 +104,18 @@ def load_rows(config: BatchInferenceConfig) -> Table:
         max_samples=data.max_samples,
         seed=config.train.seed,
     )
+
+
+def rendered_rows(
+    config: BatchInferenceConfig, tokenizer: PreTrainedTokenizerBase, rows: Table, begun: FirstStart
+) -> tuple[list[Prompt], dict[str, Any]]:
+    """Return the prompts and the identity of a command that started at `begun`.
+
+    Raises DataError.
+    """
+    set_clock(tokenizer, begun.moment)
+    prompts = read_rows(config, tokenizer, rows, follows=begun.trained_format)
+    return prompts, inference_identity(config, prompts) | begun.entries
 
 
 def read_rows(

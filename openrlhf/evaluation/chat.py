@@ -106,8 +106,7 @@ class Chat:
     config: ChatConfig
     tokenizer: PreTrainedTokenizerBase
     template: str | None
-    # Each turn is a message and its answer.
-    turns: list[tuple[str, str]] = field(default_factory=list[tuple[str, str]])
+    turns: list[Message] = field(default_factory=list[Message])  # messages and their answers
 
     def __post_init__(self) -> None:
         if joined_border(TextFormat(input_template=self.template), self.tokenizer):
@@ -122,19 +121,18 @@ class Chat:
     def text(self, message: str) -> str:
         """Render the conversation and a new message as the model's prompt."""
         suffix = self.config.csft.suffix
-        if self.template is not None:
-            parts = [self.system]
-            for asked, answer in [*self.turns, (message, "")]:
-                parts.append(fill_template(self.template, asked) + answer)
-            return "\n".join(filter(None, parts)) + suffix
-        messages: list[Message] = []
-        if self.system:
-            messages.append({"role": "system", "content": self.system})
-        for asked, answer in self.turns:
-            messages.append({"role": "user", "content": asked})
-            messages.append({"role": "assistant", "content": answer})
-        messages.append({"role": "user", "content": message})
-        return render(self.tokenizer, messages, add_generation_prompt=True) + suffix
+        messages = [*self.turns, {"role": "user", "content": message}]
+        if self.template is None:
+            if self.system:
+                messages.insert(0, {"role": "system", "content": self.system})
+            return render(self.tokenizer, messages, add_generation_prompt=True) + suffix
+        parts = [self.system]
+        for turn in messages:
+            if turn["role"] == "user":
+                parts.append(fill_template(self.template, turn["content"]))
+            else:
+                parts[-1] += turn["content"]
+        return "\n".join(filter(None, parts)) + suffix
 
     def read(self, message: str) -> list[int]:
         """Return the prompt tokens for a message.
@@ -146,7 +144,7 @@ class Chat:
             [encoded] = encode(self.tokenizer, [self.text(message)])
             if len(encoded.tokens) <= room or not self.turns:
                 return encoded.tokens[-room:]
-            del self.turns[0]
+            del self.turns[:2]
             notice("The conversation exceeds --data.max_len. Dropping its oldest turn.")
 
     @torch.no_grad()
@@ -184,4 +182,5 @@ class Chat:
         if not printed.whole.strip():
             say("(The answer is empty.)", end="")
         say("")
-        self.turns.append((message, printed.whole))
+        self.turns.append({"role": "user", "content": message})
+        self.turns.append({"role": "assistant", "content": printed.whole})

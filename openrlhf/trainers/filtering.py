@@ -9,7 +9,6 @@ from statistics import fmean
 
 from openrlhf.core.trajectory import Trajectory
 from openrlhf.observability.metrics import Mean
-from openrlhf.rollout.generator import Group
 
 
 @dataclass(frozen=True)
@@ -33,18 +32,9 @@ class DynamicFilter:
                 scores.append(trajectory.score)
         return not scores or not self.low < fmean(scores) < self.high
 
-    def marked(self, group: Group) -> Group:
-        """Return the group, marked as filtered if it is rejected.
-
-        The samples of a rejected group are logged, but their tokens are dropped.
-        """
-        if not self.rejects(group):
-            return group
-        return [thrown_away(trajectory) for trajectory in group]
-
 
 def thrown_away(trajectory: Trajectory) -> Trajectory:
-    """Return the episode, marked as filtered and without its tokens."""
+    """Return an episode of a rejected group, which is logged without its tokens."""
     return replace(
         trajectory,
         filtered=True,

@@ -1,5 +1,6 @@
 """Updates the critic and the policy on a batch with advantages."""
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from openrlhf.cluster.worker_group import Call, WorkerGroup, wait_for
@@ -44,7 +45,14 @@ class ModelUpdate:
 
     def _launch_policy(self, experience: Experience, step: int, kl_coef: float) -> list[Call]:
         planned = self._updates(experience, self.policy, PolicyWorker, step)
-        texts = self._pretraining_texts(step, len(planned[0].steps))
+        texts: Sequence[Sequence[TokenRows]] = [()] * self.policy.slices
+        if self.pretraining:
+            first = step * self.config.updates_of(self.config.rollout.batch_size)
+            texts = self.pretraining.for_slices(
+                range(first, first + len(planned[0].steps)),
+                self.policy.slices,
+                attention_length=self.policy.attention_length,
+            )
         updates: list[PolicyUpdate] = []
         for update, text in zip(planned, texts, strict=True):
             updates.append(PolicyUpdate(**vars(update), kl_coef=kl_coef, pretraining=text))
@@ -71,19 +79,3 @@ class ModelUpdate:
             seed=train.seed + step,
         )
         return [Update(experience=needed.select(plan.rows), steps=plan.steps) for plan in plans]
-
-    def _pretraining_texts(self, step: int, optimizer_steps: int) -> list[list[TokenRows]]:
-        """Return text from --algo.ptx.dataset for each data slice, with one batch per optimizer
-        step.
-
-        Without the flag, every list is empty.
-        """
-        policy = self.policy
-        if not self.pretraining:
-            return [[] for _ in range(policy.slices)]
-        first = step * self.config.updates_of(self.config.rollout.batch_size)
-        return self.pretraining.for_slices(
-            range(first, first + optimizer_steps),
-            policy.slices,
-            attention_length=policy.attention_length,
-        )

@@ -30,7 +30,7 @@ class SamplingGate:
     def leave(self, prompt: Prompt) -> None:
         """Record that the engines have sampled all tokens for a prompt. Idempotent."""
         under_way = self._sampling.pop(prompt.index, None)
-        if under_way and not under_way.done():
+        if under_way:
             under_way.set_result(None)
 
     async def close(self) -> bool:

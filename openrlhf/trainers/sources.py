@@ -26,7 +26,7 @@ from openrlhf.rollout.generator import (
     in_prompt_order,
     unchanged,
 )
-from openrlhf.trainers.filtering import DynamicFilter
+from openrlhf.trainers.filtering import DynamicFilter, thrown_away
 
 READ_TOGETHER = 64  # number of prompts that the data loader reads at a time
 
@@ -128,9 +128,9 @@ class Source(ABC):
     async def score_and_filter(self, group: Group) -> Group:
         """Return the group with the scores needed by the filter, marked as filtered if rejected."""
         group = await self.score_group(group)
-        if self.dynamic_filter is None:
-            return group
-        return self.dynamic_filter.marked(group)
+        if self.dynamic_filter and self.dynamic_filter.rejects(group):
+            return list(map(thrown_away, group))
+        return group
 
     def metrics(self) -> dict[str, Metric]:
         """Return the cost of generation since the last call."""

@@ -43,7 +43,10 @@ def plan_update(
     """
     generator = torch.Generator().manual_seed(seed)
     per_slice: list[list[list[int]]] = [[] for _ in range(slices)]
-    every_episode = _rows_by_episode(range(len(costs)) if episodes is None else episodes)
+    rows_of: dict[int, list[int]] = defaultdict(list)
+    for row, episode in enumerate(episodes or range(len(costs))):
+        rows_of[episode].append(row)
+    every_episode = list(rows_of.values())
     for _ in range(epochs):
         order = torch.randperm(len(every_episode), generator=generator).tolist()
         for first in range(0, len(order), batch_size):
@@ -69,14 +72,6 @@ def distribute(costs: Sequence[int], rows: Sequence[int], slices: int) -> list[l
     for places in balanced_partition([costs[row] for row in rows], slices):
         parts.append(sorted(rows[place] for place in places))
     return parts
-
-
-def _rows_by_episode(episodes: Sequence[int]) -> list[list[int]]:
-    """Return the rows of each episode, given the episode number of each row."""
-    rows: dict[int, list[int]] = defaultdict(list)
-    for row, episode in enumerate(episodes):
-        rows[episode].append(row)
-    return list(rows.values())
 
 
 def _with_local_rows(steps: list[list[int]]) -> SliceUpdate:

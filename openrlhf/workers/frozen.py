@@ -12,7 +12,7 @@ from openrlhf.core.batches import Ragged, TokenRows
 from openrlhf.models.loading import LoadSpec
 from openrlhf.models.policy import PolicyModel
 from openrlhf.models.proof import prove_layout
-from openrlhf.models.scalar import ScalarModel, last_token_scores, load_scalar
+from openrlhf.models.scalar import last_token_scores, load_scalar
 from openrlhf.training.strategy import FrozenModel, Strategy
 from openrlhf.workers.base import MicroBatchLimits, RoleSettings, column_of
 from openrlhf.workers.steps import StepScorer
@@ -67,7 +67,13 @@ class RewardWorker:
         offload = settings.reward.offload
         self.models: list[FrozenModel] = []
         for spec in settings.models:
-            load_model = partial(self._load, spec)
+            load_model = partial(
+                load_scalar,
+                spec,
+                head_prefix=settings.head_prefix,
+                require_head=True,
+                normalize=settings.reward.normalize_enable,
+            )
             self.models.append(FrozenModel(strategy, load_model, offload=offload))
         models = list(self.models)
         self.step_scorer: StepScorer | None = None
@@ -96,14 +102,6 @@ class RewardWorker:
         column = column_of(answers, self.step_scorer.rewards, limits, self.strategy)
         model.rest()
         return column
-
-    def _load(self, spec: LoadSpec) -> ScalarModel:
-        return load_scalar(
-            spec,
-            head_prefix=self.settings.head_prefix,
-            require_head=True,
-            normalize=self.settings.reward.normalize_enable,
-        )
 
     def rewards(self, texts: Ragged) -> Tensor:
         """Return every model's rewards for this rank's rows, (B, K)."""

@@ -97,7 +97,7 @@ def test_binary_preamble_file_is_rejected(tmp_path: Path) -> None:
 
 def test_chat_template_renders_the_system_text_and_the_turns_as_messages() -> None:
     talk = chat("--system sys", template=None, chat_template=CHATML)
-    talk.turns.append(("a", "b"))
+    talk.turns += [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}]
     assert talk.text("c") == "system:sys/user:a/assistant:b/user:c/assistant:"
 
 
@@ -126,7 +126,7 @@ def test_ctrl_c_stops_the_answer_and_keeps_the_turn(
     talk = chat("")
     talk.answer("x", Parrot("abc", interrupts=2))
     assert capsys.readouterr().out == "ab [stopped]\n"
-    assert talk.turns == [("x", "ab")]
+    assert [turn["content"] for turn in talk.turns] == ["x", "ab"]
 
 
 @pytest.mark.parametrize(
