@@ -219,17 +219,19 @@ def read_answers(config: EvaluationConfig, model: Candidate, column: str) -> lis
     return answers
 
 
+@dataclass
 class Evaluation:
     """An evaluation on a Ray cluster, with its run folder.
 
     Engines and reward models are started when needed, one after the other.
     """
 
-    def __init__(self, config: EvaluationConfig, recorder: Recorder) -> None:
-        self.config = config
-        self.recorder = recorder
-        self.logs = recorder.folder.logs
-        self.errors = ErrorBudget(config.reward)
+    config: EvaluationConfig
+    recorder: Recorder
+
+    def __post_init__(self) -> None:
+        self.logs = self.recorder.folder.logs
+        self.errors = ErrorBudget(self.config.reward)
 
     def answers(self, model: Candidate, name: str) -> list[Trajectory]:
         """Sample answers to every prompt with engines named `name`, which are stopped afterwards.
@@ -348,18 +350,18 @@ def rows_of(
     return rows
 
 
+@dataclass
 class WrittenAnswers:
     """Stand-in for engines that returns the answer in each prompt's row."""
 
-    def __init__(self, answers: Sequence[list[int]]) -> None:
-        self._answers = answers
+    answers: Sequence[list[int]]
 
     async def generate(
         self, key: Hashable, tokens: list[int], params: list[SamplingParams]
     ) -> list[Generation]:
         """Return the answer to the prompt whose index is in `key`."""
         _, index = cast(tuple[str, int], key)
-        answer = self._answers[index]
+        answer = self.answers[index]
         return [Generation(tokens=answer, logprobs=[0.0] * len(answer), finish_reason="stop")]
 
     async def rest(self) -> None:

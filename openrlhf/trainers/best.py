@@ -2,6 +2,7 @@
 
 import math
 from collections.abc import Callable, Mapping
+from dataclasses import dataclass
 from typing import Any
 
 from openrlhf.checkpoints.manager import CheckpointManager
@@ -9,6 +10,7 @@ from openrlhf.checkpoints.manifest import Checkpoint, RunState, is_minimised
 from openrlhf.reporting import notice
 
 
+@dataclass
 class BestMetric:
     """The best value of an evaluation metric so far, and the number of evaluations since then.
 
@@ -16,15 +18,17 @@ class BestMetric:
     `none` disables tracking.
     """
 
-    def __init__(self, key: str, *, ending: str, patience: int | None = None) -> None:
-        self.key = key.removeprefix("eval/")
-        self.ending = ending
-        self.patience = patience
-        self.value: float | None = None
-        self.step: int | None = None  # step of the best value
-        self.waited = 0  # number of evaluations since the best value
-        self.evaluated_at = -1  # step of the last evaluation
-        self.last: float | None = None  # value in the last evaluation
+    key: str
+    ending: str
+    patience: int | None
+    value: float | None = None
+    step: int | None = None  # step of the best value
+    waited: int = 0  # number of evaluations since the best value
+    evaluated_at: int = -1  # step of the last evaluation
+    last: float | None = None  # value in the last evaluation
+
+    def __post_init__(self) -> None:
+        self.key = self.key.removeprefix("eval/")
 
     def improves(self, step: int, metrics: Mapping[str, float]) -> bool:
         """Record an evaluation of the weights after `step`.

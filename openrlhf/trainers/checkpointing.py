@@ -1,18 +1,19 @@
-"""Checkpoints of an RL run: trained models, prompt position and best evaluation."""
+"""Files of an RL run: checkpoints of models, prompt position and best evaluation, and exports."""
 
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
+from transformers import PreTrainedTokenizerBase
+
 from openrlhf.algorithms.kl import KLController
 from openrlhf.checkpoints.manager import SAVE_FAILED, CheckpointManager
 from openrlhf.checkpoints.manifest import Checkpoint, CheckpointError, RunState, StagedCheckpoint
-from openrlhf.cluster.worker_group import wait_for
+from openrlhf.cluster.worker_group import Call, WorkerGroup, wait_for
 from openrlhf.config.learning import RLFlags
 from openrlhf.observability.recorder import Recorder
 from openrlhf.trainers.best import BestMetric
 from openrlhf.trainers.clock import Clock
-from openrlhf.trainers.exporting import Exporting
 from openrlhf.trainers.sources import Source
 from openrlhf.workers.base import TrainedWorker
 
@@ -24,13 +25,15 @@ SOURCE_PART = "_source"  # the samples waiting for training
 
 @dataclass(kw_only=True)
 class Checkpointing:
-    """Saves and resumes an RL run."""
+    """Saves, resumes and exports an RL run."""
 
+    policy: WorkerGroup
+    critic: WorkerGroup | None
+    tokenizer: PreTrainedTokenizerBase
     manager: CheckpointManager
     source: Source
     kl: KLController
     best: BestMetric
-    exporting: Exporting
     recorder: Recorder
     clock: Clock
     config: RLFlags
@@ -69,7 +72,7 @@ class Checkpointing:
                 self._have_models(TrainedWorker.save_checkpoint, staged, "save a checkpoint")
                 self.source.save(Path(staged.engine_dir(SOURCE_PART)) / staged.tag)
             if ckpt.save_hf:
-                self.exporting.write_policy(staged.hf_dir, final=False)
+                self.export_policy(staged.hf_dir, final=False)
         state = replace(
             self.start,
             step=step,
@@ -109,9 +112,28 @@ class Checkpointing:
         self, method: Callable[..., None], files: StagedCheckpoint, doing: str
     ) -> None:
         """Call `method` on all trained models, to write or read their files."""
-        models = {POLICY_PART: self.exporting.policy}
-        if self.exporting.critic:
-            models[CRITIC_PART] = self.exporting.critic
+        models = {POLICY_PART: self.policy}
+        if self.critic:
+            models[CRITIC_PART] = self.critic
         for part, model in models.items():
-            calls = model.broadcast(method, files.engine_dir(part), files.tag)
-            wait_for(calls, timeout_s=self.config.train.step_timeout, doing=doing)
+            self._wait(model.broadcast(method, files.engine_dir(part), files.tag), doing)
+
+    def export(self) -> None:
+        """Write the trained models to --ckpt.output_dir at the end of the run.
+
+        The critic is written only with --critic.save_value_network.
+        """
+        folder = Path(self.config.ckpt.output_dir).absolute()
+        self.export_policy(str(folder), final=True)
+        self.recorder.display.note(f"model: {folder}")
+        if self.critic and self.config.critic.save_value_network:
+            calls = self.critic.broadcast(TrainedWorker.export, self.tokenizer, f"{folder}_critic")
+            self._wait(calls, "export the critic")
+
+    def export_policy(self, path: str, *, final: bool) -> None:
+        """Write the policy in Transformers' format. `final` marks the last export of the run."""
+        calls = self.policy.broadcast(TrainedWorker.export, self.tokenizer, path, final)
+        self._wait(calls, "export the policy")
+
+    def _wait(self, calls: list[Call], doing: str) -> None:
+        wait_for(calls, timeout_s=self.config.train.step_timeout, doing=doing)

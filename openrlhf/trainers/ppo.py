@@ -25,7 +25,6 @@ from openrlhf.trainers.checkpointing import Checkpointing
 from openrlhf.trainers.clock import Clock
 from openrlhf.trainers.evaluation import Evaluate, Evaluation
 from openrlhf.trainers.experience_maker import ExperienceMaker, StepBatch
-from openrlhf.trainers.exporting import Exporting
 from openrlhf.trainers.filtering import pass_rate
 from openrlhf.trainers.model_update import ModelUpdate
 from openrlhf.trainers.outcome import Outcome
@@ -71,9 +70,6 @@ class PPOTrainer:
         self.models = ModelUpdate(
             policy=policy, critic=critic, weights=weights, pretraining=pretraining, config=config
         )
-        self.exporting = Exporting(
-            policy=policy, critic=critic, tokenizer=tokenizer, recorder=recorder, config=config
-        )
         best = BestMetric(
             config.ckpt.best_metric_key, ending="_pass1", patience=config.eval.patience
         )
@@ -86,11 +82,13 @@ class PPOTrainer:
             config=config,
         )
         self.checkpointing = Checkpointing(
+            policy=policy,
+            critic=critic,
+            tokenizer=tokenizer,
             manager=manager,
             source=source,
             kl=maker.kl,
             best=best,
-            exporting=self.exporting,
             recorder=recorder,
             clock=self.clock,
             config=config,
@@ -256,7 +254,7 @@ class PPOTrainer:
         if not self.checkpointing.resumed:
             self.outcome.check()
         self.checkpointing.return_to_best(self.step)
-        self.exporting.write_result()
+        self.checkpointing.export()
 
     def note_stop(self) -> None:
         """Report why --algo.kl.stop_run ended the run."""
@@ -287,7 +285,7 @@ class PPOTrainer:
             between_steps = self.step == self.source.step  # no batch is unfinished
             in_evaluation = between_steps and isinstance(error, RewardErrors)
             if in_evaluation and ckpt.save_steps <= 0 and self.outcome.updates:
-                self.exporting.write_result()
+                self.checkpointing.export()
                 raise
             if ckpt.save_steps > 0 and between_steps and self.checkpointing.saved < self.step:
                 self.checkpointing.save(self.step)

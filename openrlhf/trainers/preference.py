@@ -7,7 +7,7 @@ and pairs whose two texts stay in the same micro-batch.
 
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
-from typing import Any, ClassVar, Generic, TypeVar
+from typing import Any, ClassVar, TypeVar
 
 import torch
 from torch import Tensor
@@ -29,7 +29,7 @@ Paired = TypeVar("Paired", bound=DPOConfig | RMConfig)
 REFERENCE = "--ref.model_name_or_path"
 
 
-class ReferencedTask(LanguageTask[Referenced, Row, Answers], Generic[Referenced, Row]):
+class ReferencedTask(LanguageTask[Referenced, Row, Answers]):
     """A task that compares a language model with a frozen reference.
 
     Rows 2i and 2i + 1 of a micro-batch belong together.
@@ -63,7 +63,7 @@ class ReferencedTask(LanguageTask[Referenced, Row, Answers], Generic[Referenced,
         return replace(micro, reference=micro.answer_sums(scores.logprobs)), {}
 
 
-class PairTask(OfflineTask[Paired, PairRow, Micro], Generic[Paired, Micro]):
+class PairTask(OfflineTask[Paired, PairRow, Micro]):
     """A task whose rows are pairs.
 
     Rows 2i and 2i + 1 of a micro-batch are the chosen and the rejected text of pair i.

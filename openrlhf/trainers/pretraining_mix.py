@@ -1,7 +1,7 @@
 """PPO-ptx: a language-modeling loss on plain text, added to the policy loss."""
 
 from collections.abc import Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from itertools import islice
 
 import torch
@@ -12,6 +12,7 @@ from openrlhf.data.sft import SFTDataset
 from openrlhf.trainers.update_plan import distribute
 
 
+@dataclass
 class PretrainingMix:
     """Draws `batch_size` rows of text for each optimizer step. Every epoch is reshuffled.
 
@@ -19,10 +20,9 @@ class PretrainingMix:
     requires no saved state.
     """
 
-    def __init__(self, rows: SFTDataset, *, batch_size: int, seed: int) -> None:
-        self.rows = rows
-        self.batch_size = batch_size
-        self.seed = seed
+    rows: SFTDataset
+    batch_size: int
+    seed: int
 
     def draw(self, optimizer_step: int) -> list[int]:
         """Return the indices of the rows for an optimizer step."""

@@ -27,6 +27,7 @@ PROBED = 64  # number of tokens to compare, spread over the vocabulary
 UNREADABLE = "\ufffd"  # replacement character, for tokens that hold only part of a character
 
 
+@dataclass
 class RemoteTeacher:
     """A teacher on a vLLM server, scored with `prompt_logprobs` at temperature 1.
 
@@ -34,10 +35,9 @@ class RemoteTeacher:
     likely tokens to request for each position.
     """
 
-    def __init__(self, flag: str, engine: RemoteEngine, *, best: int = 0) -> None:
-        self.flag = flag
-        self.engine = engine
-        self.best = best
+    flag: str
+    engine: RemoteEngine
+    best: int = 0
 
     def likeliest(self, rows: Sequence[list[int]]) -> list[list[list[tuple[float, int]]]]:
         """Return, for each row, the most likely tokens at every position except the first.

@@ -1,6 +1,7 @@
 """Runs that only generate and score samples (--rollout.only)."""
 
 import time
+from dataclasses import dataclass
 
 from openrlhf.observability.metrics import Last, values
 from openrlhf.observability.recorder import Recorder
@@ -10,17 +11,17 @@ from openrlhf.trainers.ppo import step_metrics
 from openrlhf.trainers.sources import Source
 
 
+@dataclass
 class RolloutOnly:
     """Generates samples, scores them and logs metrics at every step, without training.
 
     The experience maker has only the reward stages.
     """
 
-    def __init__(self, source: Source, maker: ExperienceMaker, recorder: Recorder) -> None:
-        self.source = source
-        self.maker = maker
-        self.recorder = recorder
-        self.step = 0
+    source: Source
+    maker: ExperienceMaker
+    recorder: Recorder
+    step: int = 0  # number of finished steps
 
     def fit(self) -> None:
         """Process all prompts. Raises RewardErrors if too many episodes of a step have failed."""

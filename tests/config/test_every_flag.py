@@ -91,7 +91,7 @@ READERS = {
     "train_kd": f"{TRAINING} trainers.distill trainers.sft data.rows data.sft data.first_look",
     "train_ppo_ray": "launch.start launch.beginning launch.reinforcement launch.run launch.stages "
     "launch.workers launch.prompt_data launch.agents agents.play trainers.ppo "
-    "trainers.evaluation trainers.checkpointing trainers.exporting trainers.model_update "
+    "trainers.evaluation trainers.checkpointing trainers.model_update "
     "trainers.experience_maker rewards.rule rewards.function rewards.preview "
     "observability.recorder observability.trackers data.rows data.prompts data.first_look "
     "trainers.sources trainers.async_source trainers.stages models.adapters workers.base "

@@ -26,6 +26,7 @@ from openrlhf.config.supervised import RMConfig
 from openrlhf.core.batches import Experience
 from openrlhf.observability.metrics import Last, Metric
 from openrlhf.rewards.budget import ErrorBudget
+from openrlhf.trainers import checkpointing
 from openrlhf.trainers.experience_maker import StepBatch
 from openrlhf.trainers.ppo import PPOTrainer
 from openrlhf.trainers.supervised import SupervisedTrainer
@@ -254,8 +255,7 @@ class OnPolicy:
 @pytest.fixture(autouse=True)
 def at_once(monkeypatch: pytest.MonkeyPatch) -> None:
     """Make worker calls return their results directly when they are launched."""
-    for module in ("checkpointing", "exporting"):
-        monkeypatch.setattr(f"openrlhf.trainers.{module}.wait_for", lambda launched, **_: launched)
+    monkeypatch.setattr(checkpointing, "wait_for", lambda launched, **_: launched)
 
 
 # ---- supervised
@@ -416,7 +416,7 @@ def test_terminating_an_export_does_not_save_the_best_weights_as_the_last_step(
         raise SystemExit(143)
 
     trainer = OnPolicy(tmp_path, [*SCORES, 0.1, 0.1], patience=patience, save_steps=100)
-    trainer.loop.exporting = SimpleNamespace(write_result=terminated)
+    trainer.loop.checkpointing.export = terminated
     with pytest.raises(SystemExit):
         trainer.fit()
     last = checkpoints_in(tmp_path, parts=["_actor"]).find(trainer.loop.step, best=False)

@@ -286,7 +286,7 @@ def trainer(
     if save_steps != 1:
         made.checkpointing.save = save
     made.models = SimpleNamespace(improve=lambda experience, **_: {})
-    made.exporting = SimpleNamespace(write_result=lambda: notes.note("export"))
+    made.checkpointing.export = lambda: notes.note("export")
     return made
 
 
@@ -342,7 +342,7 @@ def test_run_terminated_after_its_last_step_saves_that_step(last: str) -> None:
     if last == "evaluation":
         made.evaluation.play = terminated
     else:
-        made.exporting.write_result = terminated
+        made.checkpointing.export = terminated
     made.source.total_steps = 2
     with pytest.raises(SystemExit):
         made.fit()
