@@ -2,7 +2,6 @@
 
 from collections.abc import Iterator
 from contextlib import ExitStack, closing, contextmanager
-from dataclasses import dataclass, field
 from pathlib import Path
 from time import monotonic
 
@@ -125,16 +124,16 @@ def announce_engines(recorder: Recorder, config: settings.SamplingCommand, path:
     )
 
 
-@dataclass
 class Progress:
     """Progress display: text beside the progress bar, or a note every NOTE_INTERVAL_S seconds."""
 
-    display: Display
-    last_note: float = field(default_factory=monotonic)  # time of the last note
+    def __init__(self, display: Display) -> None:
+        self.display = display
+        self._last_note = monotonic()
 
     def show(self, text: str, *, done: int | None = None) -> None:
         """Show the text beside the bar, or print it if a note is due. `done` advances the bar."""
         self.display.status(text, done=done)
-        if not self.display.live and monotonic() - self.last_note >= NOTE_INTERVAL_S:
-            self.last_note = monotonic()
+        if not self.display.live and monotonic() - self._last_note >= NOTE_INTERVAL_S:
+            self._last_note = monotonic()
             self.display.note(f"{text}.")

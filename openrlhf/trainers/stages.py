@@ -25,6 +25,7 @@ from openrlhf.trainers.update_plan import distribute
 from openrlhf.workers.frozen import RewardWorker
 
 
+@dataclass
 class EpisodeRows:
     """Finished episodes, with their rows and the columns computed so far.
 
@@ -33,9 +34,8 @@ class EpisodeRows:
     when a stage first reads them, because rewards from a function alone do not need rows.
     """
 
-    def __init__(self, episodes: Sequence[Trajectory], rows: Experience | None = None) -> None:
-        self.episodes = list(episodes)
-        self._rows = rows
+    episodes: list[Trajectory]
+    _rows: Experience | None = None
 
     @property
     def rows(self) -> Experience:
@@ -48,7 +48,7 @@ class EpisodeRows:
         """Return the same episodes with a per-token column (N,) added to their rows."""
         return EpisodeRows(self.episodes, replace(self.rows, **{name: column}))
 
-    def with_episodes(self, episodes: Sequence[Trajectory]) -> "EpisodeRows":
+    def with_episodes(self, episodes: list[Trajectory]) -> "EpisodeRows":
         """Return the same rows with the current rewards of `episodes`.
 
         Rows of failed episodes get a reward of NaN.
