@@ -36,11 +36,6 @@ class PromptInFlight(Held):
         self.finished = True
         self.filtered = group[0].filtered
 
-    @property
-    def is_worthless(self) -> bool:
-        """True if every sample of the prompt has failed, or if no sample has finished."""
-        return self.failed == len(self.group)
-
 
 @dataclass(eq=False, repr=False)
 class AsyncSource(Source):
@@ -123,7 +118,7 @@ class AsyncSource(Source):
         episodes: Group = []
         for each in held:
             drawn.append((each.prompt.index, each.version))
-            if not each.is_worthless:
+            if each.failed < len(each.group):
                 episodes += each.group
         run = {"held": drawn, "consumed": consumed}
         EpisodeFolder(folder).write("step", self.step, episodes, run=run)

@@ -198,10 +198,8 @@ class PPOTrainer:
 
     def take_timing(self, metrics: dict[str, Metric]) -> dict[str, Metric]:
         """Return the duration of each part of the step, and the utilization of the models."""
-        timing: dict[str, Metric] = {}
         parts = self.clock.take_all()
-        for name, seconds in parts.items():
-            timing[f"timing/{name}"] = Last(seconds)
+        timing: dict[str, Metric] = {f"timing/{name}": Last(parts[name]) for name in parts}
         total = sum(parts.values())
         timing["timing/step_total"] = Last(total)
         timing |= utilisation([hosts.take_spans() for hosts in self.hosts], total)

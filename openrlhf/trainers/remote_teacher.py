@@ -7,8 +7,9 @@ each position.
 import asyncio
 import math
 from collections.abc import Sequence
-from concurrent.futures import Future, wait
+from concurrent.futures import wait
 from dataclasses import dataclass
+from itertools import chain
 from typing import Any, Self
 
 import torch
@@ -66,10 +67,7 @@ class RemoteTeacher:
     async def scores(self, episode: Trajectory) -> list[float]:
         """Return the log-probability (nats) of each token in all conversations of the episode."""
         asked = [self._logprobs(conversation.tokens) for conversation in episode.conversations]
-        scores: list[float] = []
-        for logprobs in await asyncio.gather(*asked):
-            scores += logprobs
-        return scores
+        return list(chain.from_iterable(await asyncio.gather(*asked)))
 
     async def _logprobs(self, tokens: Sequence[int]) -> list[float]:
         """Return the log-probability (nats) of each token, with 0.0 for the first token."""
@@ -148,9 +146,7 @@ class RemoteTeacherStage:
 
     def launch(self, batch: EpisodeRows) -> Add:
         """Send the requests for all episodes concurrently."""
-        answers: list[Future[list[float]]] = []
-        for episode in batch.episodes:
-            answers.append(in_background(self.by.scores(episode)))
+        answers = [in_background(self.by.scores(episode)) for episode in batch.episodes]
 
         def add(batch: EpisodeRows, timeout_s: float) -> EpisodeRows:
             _, late = wait(answers, timeout_s)

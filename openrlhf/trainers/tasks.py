@@ -9,6 +9,7 @@ from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from typing import Any, ClassVar, Generic, Protocol, TypeVar
 
+import torch
 from torch import Tensor, nn
 from transformers import PreTrainedTokenizerBase
 
@@ -110,15 +111,9 @@ class OfflineTask(ABC, Generic[Config, Row, Micro]):
 
     def micro_batches(self, batch: Micro, limits: MicroBatchLimits) -> list[Micro]:
         """Split a batch. Row limits count units of `rows_per_unit` rows."""
-        size = self.rows_per_unit
-        longest = batch.lengths.view(-1, size).amax(1)  # length of the longest row in each unit
-        partition: list[list[int]] = []
-        for units in limits.cut(longest):
-            rows: list[int] = []
-            for unit in units:
-                rows += range(size * unit, size * (unit + 1))
-            partition.append(rows)
-        return batch.split(partition)
+        rows = torch.arange(batch.num_rows).view(-1, self.rows_per_unit)  # the rows of each unit
+        longest = batch.lengths[rows].amax(1)
+        return [batch.select(rows[units].flatten()) for units in limits.cut(longest)]
 
     def before(self, model: Any, micro: Micro) -> tuple[Micro, Mapping[str, float]]:
         """Process a micro-batch in the first pass over an optimizer step, without gradient.

@@ -66,8 +66,8 @@ class StepScorer:
             lambda logits, _: logits[:, self.judgements.to(device)],
         )
         column = torch.zeros(answers.num_tokens, device=device)
-        index = torch.tensor(places, dtype=torch.long, device=device)
-        column[index] = outputs.values.softmax(-1)[:, 0] * torch.tensor(shares, device=device)
+        correct = outputs.values.softmax(-1)[:, 0]
+        column[torch.tensor(places, device=device)] = correct * torch.tensor(shares, device=device)
         return column
 
 
@@ -96,22 +96,19 @@ class StepCutter:
         ends: list[int] = []
         step = ""
         last: int | None = None  # last token with text in the current step
-        for place, token in enumerate(tokens):
-            if not sampled[place]:
-                continue
-            step = (step + self.piece(token)).lstrip()
-            if step.strip() and self.piece(token):
+        actions = [place for place, is_action in enumerate(sampled) if is_action]
+        for place in actions:
+            piece = self.piece(tokens[place])
+            step = (step + piece).lstrip()
+            if step.strip() and piece:
                 last = place
-            if token == self.placeholder or (step and self.separator in step):
+            if tokens[place] == self.placeholder or (step and self.separator in step):
                 ends.append(place)
                 step = ""
                 last = None
         if last is not None:
             ends.append(last)
-        if ends:
-            return ends
-        actions = [place for place, is_action in enumerate(sampled) if is_action]
-        return actions[-1:] or [len(tokens) - 1]
+        return ends or actions[-1:] or [len(tokens) - 1]
 
     def marked(self, tokens: Sequence[int], ends: Sequence[int]) -> tuple[list[int], list[bool]]:
         """Return the tokens up to the last step, with a placeholder after each step, and a mask.
@@ -123,10 +120,10 @@ class StepCutter:
         judged: list[bool] = []
         begin = 0
         for end in ends:
-            text += tokens[begin : end + 1]
-            if tokens[end] != self.placeholder:
-                text.append(self.placeholder)
-            judged += [False] * (len(text) - len(judged) - 1)
-            judged.append(True)
+            step = [*tokens[begin : end + 1]]
+            if step[-1] != self.placeholder:
+                step.append(self.placeholder)
+            text += step
+            judged += [False] * (len(step) - 1) + [True]
             begin = end + 1
         return text, judged
