@@ -25,13 +25,7 @@ from openrlhf.data.templates import encode
 from openrlhf.evaluation.comparing import given_text
 from openrlhf.evaluation.journal import Journal, start_of_request, writing_results
 from openrlhf.evaluation.post_processing import POST_PROCESSORS, Rows, by_input
-from openrlhf.evaluation.processes import (
-    Progress,
-    announce_engines,
-    engines,
-    recorded_run,
-    reward_models,
-)
+from openrlhf.evaluation.processes import Progress, engines, recorded_run, reward_models
 from openrlhf.files import write_atomically
 from openrlhf.launch import settings
 from openrlhf.launch.identity import inference_identity, request_identity
@@ -81,8 +75,7 @@ def run_batch_inference(config: BatchInferenceConfig) -> None:
         run_models = scored
         if config.samples_answers:
             run_models = answered
-            announce_engines(recorder, config, path)
-        with run_models(config, tokenizer, missing, recorder.folder.logs) as groups:
+        with run_models(config, tokenizer, missing, recorder) as groups:
             failed = keep(groups, journal, recorder)
         if journal.results:
             write_results(config, prompts, journal, recorder)
@@ -191,13 +184,13 @@ def answered(
     config: BatchInferenceConfig,
     tokenizer: PreTrainedTokenizerBase,
     prompts: Sequence[Prompt],
-    logs: Path,
+    recorder: Recorder,
 ) -> Iterator[Iterable[list[Trajectory]]]:
     """Run engines until the block exits, and yield the answers to each prompt as they finish."""
     path = str(config.model.model_name_or_path)
     request = Request(spec=settings.inference_sampling(config), step=0)
     with (
-        engines(config, path, tokenizer, name="vllm", logs=logs) as fleet,
+        engines(config, path, tokenizer, name="vllm", recorder=recorder) as fleet,
         closing(BackgroundLoop()) as loop,
     ):
         stream = RolloutGenerator(fleet, tokenizer, None).stream(
@@ -211,7 +204,7 @@ def scored(
     config: BatchInferenceConfig,
     tokenizer: PreTrainedTokenizerBase,
     prompts: Sequence[Prompt],
-    logs: Path,
+    recorder: Recorder,
 ) -> Iterator[Iterable[list[Trajectory]]]:
     """Run reward models until the block exits, and yield the scored texts."""
     size = config.rollout.batch_size
@@ -225,7 +218,7 @@ def scored(
             for text in models.score(texts):
                 yield [text]
 
-    with reward_models(config, logs=logs) as models:
+    with reward_models(config, logs=recorder.folder.logs) as models:
         yield rewarded()
 
 

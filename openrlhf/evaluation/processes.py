@@ -50,12 +50,16 @@ def engines(
     tokenizer: PreTrainedTokenizerBase,
     *,
     name: str,
-    logs: Path,
+    recorder: Recorder,
 ) -> Iterator[Fleet]:
     """Run a model's engines until the block exits.
 
-    Raises ModelError if a weight is NaN or infinite.
+    Announces the start, because engines print nothing until they are ready. Raises ModelError if a
+    weight is NaN or infinite.
     """
+    logs = recorder.folder.logs
+    recorder.display.status("starting engines")
+    recorder.display.note(f"Starting {config.vllm.num_engines} engine(s) for {path}; logs: {logs}")
     require_finite_files(path)  # vLLM does not check the weights that it loads
     group = engine_group(config.vllm, name)
     plan = exclusive(group)
@@ -113,14 +117,6 @@ def reward_hosts(config: settings.SamplingCommand) -> HostGroup:
         roles=("reward",),
         processes=reward.num_nodes * reward.num_gpus_per_node,
         per_machine=reward.num_gpus_per_node,
-    )
-
-
-def announce_engines(recorder: Recorder, config: settings.SamplingCommand, path: str) -> None:
-    """Announce that engines are starting, because they print nothing until they are ready."""
-    recorder.display.status("starting engines")
-    recorder.display.note(
-        f"Starting {config.vllm.num_engines} engine(s) for {path}; logs: {recorder.folder.logs}"
     )
 
 

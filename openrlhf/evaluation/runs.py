@@ -25,13 +25,7 @@ from openrlhf.data.shown import show_text
 from openrlhf.data.trained_format import with_trained_format
 from openrlhf.evaluation import comparing
 from openrlhf.evaluation.comparing import Columns, Comparison, given_text
-from openrlhf.evaluation.processes import (
-    Progress,
-    announce_engines,
-    engines,
-    recorded_run,
-    reward_models,
-)
+from openrlhf.evaluation.processes import Progress, engines, recorded_run, reward_models
 from openrlhf.launch import settings
 from openrlhf.launch.agents import check_agents, make_agents
 from openrlhf.launch.prompt_data import (
@@ -244,8 +238,9 @@ class Evaluation:
             f"{len(model.prompts)} prompts; sampling {spec.n_samples} answer(s) per prompt with "
             f"{model.path}."
         )
-        announce_engines(self.recorder, config, model.path)
-        with engines(config, model.path, model.tokenizer, name=name, logs=self.logs) as fleet:
+        with engines(
+            config, model.path, model.tokenizer, name=name, recorder=self.recorder
+        ) as fleet:
             agents = make_agents(config, model.tokenizer, log_dir=self.logs)
             return self._sample(model, fleet, spec, agents)
 

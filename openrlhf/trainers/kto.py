@@ -21,7 +21,6 @@ from openrlhf.data.feedback import (
     PreferenceDataset,
     check_both_labels,
 )
-from openrlhf.data.first_look import TextFormat
 from openrlhf.data.layouts import JUDGED
 from openrlhf.data.loading import Table
 from openrlhf.observability.metrics import Mean, Metric
@@ -89,11 +88,9 @@ class KTOTask(ReferencedTask[KTOConfig, LabelledRow]):
             return self.config.data.prompt_key
         return super().prompt_column(dataset)
 
-    def text_format(self, tokenizer: PreTrainedTokenizerBase, ending: str) -> TextFormat | None:
-        """Return the prompt format, or None if it is unknown because texts include the prompts."""
-        if not self.has_prompts:
-            return None
-        return super().text_format(tokenizer, ending)
+    def has_format(self) -> bool:
+        """Return False if the texts of pairs include their prompts."""
+        return self.has_prompts
 
     def of_window(self, rows: Sequence[LabelledRow], strategy: Strategy) -> list[LabelledRow]:
         """Return this rank's rows, each paired with the next row's answer. Collective.

@@ -17,7 +17,6 @@ from openrlhf.algorithms.preference_losses import PREFERENCE_LOSSES, Judged, Str
 from openrlhf.config.supervised import DPOConfig, KTOConfig, RMConfig
 from openrlhf.core.batches import Answers
 from openrlhf.data.feedback import PairRow, PreferenceDataset
-from openrlhf.data.first_look import TextFormat
 from openrlhf.data.loading import Table
 from openrlhf.models.adapters import adapters_off
 from openrlhf.observability.metrics import Metric
@@ -72,15 +71,10 @@ class PairTask(OfflineTask[Paired, PairRow, Micro]):
     sample_names: ClassVar = ("chosen", "rejected")
     rows_per_unit: ClassVar = 2
 
-    def text_format(self, tokenizer: PreTrainedTokenizerBase, ending: str) -> TextFormat | None:
-        """Return the prompt format, or None if it is unknown.
-
-        The format is unknown if the texts include their prompts and are not chat messages.
-        """
+    def has_format(self) -> bool:
+        """Return whether the prompts are separate from the answers, or the texts are messages."""
         data = self.config.data
-        if not data.prompt_key and not data.apply_chat_template:
-            return None
-        return super().text_format(tokenizer, ending)
+        return bool(data.prompt_key or data.apply_chat_template)
 
     def prompt_column(self, dataset: Table) -> str | None:
         """Return the column named by --data.prompt_key, or None if texts include their prompts."""

@@ -11,7 +11,6 @@ from transformers import PreTrainedTokenizerBase
 from openrlhf.config.supervised import PRMConfig
 from openrlhf.core.batches import Steps
 from openrlhf.data.errors import DataError
-from openrlhf.data.first_look import TextFormat
 from openrlhf.data.loading import Table
 from openrlhf.data.steps import StepDataset, StepRow
 from openrlhf.models.loading import STEP_TOKENS
@@ -66,9 +65,9 @@ class ProcessRewardTask(LanguageTask[PRMConfig, StepRow, Steps]):
         setattr(model.hf.config, STEP_TOKENS, stored)
         return model
 
-    def text_format(self, tokenizer: PreTrainedTokenizerBase, ending: str) -> TextFormat | None:
-        """Return None, because the texts already include their prompts and steps."""
-        return None
+    def has_format(self) -> bool:
+        """Return False, because the texts already include their prompts and steps."""
+        return False
 
     def collate(self, rows: Sequence[StepRow]) -> Steps:
         """Return dataset rows as one ragged batch."""

@@ -12,7 +12,6 @@ from transformers import PreTrainedTokenizerBase
 from openrlhf.algorithms.supervised_losses import token_nll
 from openrlhf.config.supervised import SFTConfig
 from openrlhf.core.batches import TokenRows
-from openrlhf.data.first_look import TextFormat
 from openrlhf.data.loading import Table
 from openrlhf.data.sft import SFTDataset, SFTRow
 from openrlhf.observability.metrics import Metric
@@ -29,11 +28,9 @@ class SFTTask(LanguageTask[SFTConfig, SFTRow, TokenRows]):
         plain = self.config.model.pretrain_mode_enable
         return SFTDataset(dataset, tokenizer, self.config.data, pretrain=plain)
 
-    def text_format(self, tokenizer: PreTrainedTokenizerBase, ending: str) -> TextFormat | None:
-        """Return the prompt format, or None for plain text, which has no prompts."""
-        if self.config.model.pretrain_mode_enable:
-            return None
-        return super().text_format(tokenizer, ending)
+    def has_format(self) -> bool:
+        """Return False for plain text, which has no prompts."""
+        return not self.config.model.pretrain_mode_enable
 
     def collate(self, rows: Sequence[SFTRow]) -> TokenRows:
         """Return dataset rows as one ragged batch."""

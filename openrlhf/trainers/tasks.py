@@ -171,7 +171,13 @@ class OfflineTask(ABC, Generic[Config, Row, Micro]):
 
         Returns None if the flags do not define a format.
         """
+        if not self.has_format():
+            return None
         return TextFormat.of(self.config.data, tokenizer, ending=ending)
+
+    def has_format(self) -> bool:
+        """Return whether the flags define the format of the prompts."""
+        return True
 
     def prompt_column(self, dataset: Table) -> str | None:
         """Return the column of prompts to insert into a template, or None if there is none."""

@@ -10,6 +10,8 @@ import re
 import shutil
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
@@ -205,7 +207,11 @@ def test_engine_does_not_start_for_a_nonfinite_model(tmp_path: Path) -> None:
     folder = rewrite(save_tiny_model(tmp_path / "lm"), with_nan)
     config = parse_config(EvaluationConfig, [*SMALLEST["eval"].split()], command="eval")
     tokenizer, refused = character_tokenizer(), pytest.raises(ModelError, match=re.escape(DOWN))
-    with refused, runs.engines(config, str(folder), tokenizer, name="vllm", logs=tmp_path):
+    recorder: Any = SimpleNamespace(
+        folder=SimpleNamespace(logs=tmp_path),
+        display=SimpleNamespace(status=print, note=print),
+    )
+    with refused, runs.engines(config, str(folder), tokenizer, name="vllm", recorder=recorder):
         pytest.fail("an engine was started")
 
 
