@@ -48,5 +48,7 @@ def thrown_away(trajectory: Trajectory) -> Trajectory:
 
 def pass_rate(trajectories: Sequence[Trajectory]) -> Mean:
     """Return the percentage of the sampled prompts that were kept."""
-    kept = {trajectory.prompt.index: not trajectory.filtered for trajectory in trajectories}
+    kept: dict[int, bool] = {}
+    for trajectory in trajectories:
+        kept[trajectory.prompt.index] = not trajectory.filtered
     return Mean(100.0 * sum(kept.values()), len(kept))

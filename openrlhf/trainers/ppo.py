@@ -199,7 +199,9 @@ class PPOTrainer:
     def take_timing(self, metrics: dict[str, Metric]) -> dict[str, Metric]:
         """Return the duration of each part of the step, and the utilization of the models."""
         parts = self.clock.take_all()
-        timing: dict[str, Metric] = {f"timing/{name}": Last(parts[name]) for name in parts}
+        timing: dict[str, Metric] = {}
+        for name, seconds in parts.items():
+            timing[f"timing/{name}"] = Last(seconds)
         total = sum(parts.values())
         timing["timing/step_total"] = Last(total)
         timing |= utilisation([hosts.take_spans() for hosts in self.hosts], total)

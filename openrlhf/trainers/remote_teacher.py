@@ -7,7 +7,7 @@ each position.
 import asyncio
 import math
 from collections.abc import Sequence
-from concurrent.futures import wait
+from concurrent.futures import Future, wait
 from dataclasses import dataclass
 from itertools import chain
 from typing import Any, Self
@@ -146,7 +146,9 @@ class RemoteTeacherStage:
 
     def launch(self, batch: EpisodeRows) -> Add:
         """Send the requests for all episodes concurrently."""
-        answers = [in_background(self.by.scores(episode)) for episode in batch.episodes]
+        answers: list[Future[list[float]]] = []
+        for episode in batch.episodes:
+            answers.append(in_background(self.by.scores(episode)))
 
         def add(batch: EpisodeRows, timeout_s: float) -> EpisodeRows:
             _, late = wait(answers, timeout_s)
