@@ -7,7 +7,7 @@ trained.
 
 from __future__ import annotations
 
-import math
+from bisect import bisect_left
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import combinations
@@ -25,12 +25,8 @@ LORA_RANK = 32
 ENGINE_SHARE = "vllm.gpu_memory_utilization"
 ENGINE_SHARES = (0.9, 0.8, 0.7, 0.6, 0.5, 0.4, 0.3, 0.2)
 
-
-@dataclass(frozen=True)
-class Change:
-    """Flags that are changed together, with one set of values per strength, mildest first."""
-
-    values: tuple[Mapping[str, Any], ...]
+# Flags that are changed together, with one set of values per strength, mildest first.
+Change = Sequence[Mapping[str, Any]]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -58,11 +54,11 @@ def nearest_fit(config: Any, cluster: Cluster, *, thorough: bool = True) -> Advi
     tried. Adapters are suggested only if no change makes full training fit on this cluster.
     """
     search = Search(config, cluster)
-    changes = list(_changes(config, cluster))
+    changes = [change for change in _changes(config, cluster) if change]
     chosen = search.fewest(changes, thorough=thorough)
     if chosen is None and not config.ds.lora.rank:
         adapter = {"ds.lora.rank": LORA_RANK}
-        changes.append(Change((adapter, adapter | {"ds.load_in_4bit": True})))
+        changes.append([adapter, adapter | {"ds.load_in_4bit": True}])
         chosen = search.fewest(changes, thorough=thorough)
     if chosen is None:
         return None
@@ -102,22 +98,22 @@ class Search:
         if thorough:
             for count in (1, 2):
                 for some in combinations(changes, count):
-                    if self.trial([change.values[-1] for change in some]):
+                    if self.trial([change[-1] for change in some]):
                         return some
         chosen = list(changes)
-        if not self.trial([change.values[-1] for change in chosen]):
+        if not self.trial([change[-1] for change in chosen]):
             return None
         for change in reversed(changes):
             rest = [kept for kept in chosen if kept is not change]
-            if self.trial([kept.values[-1] for kept in rest]):
+            if self.trial([kept[-1] for kept in rest]):
                 chosen = rest
         return chosen
 
     def milder(self, changes: Sequence[Change]) -> Advice:
         """Return the mildest values of these changes that still make the run fit."""
-        strongest = [change.values[-1] for change in changes]
+        strongest = [change[-1] for change in changes]
         for place, change in enumerate(changes):
-            for mild in change.values:
+            for mild in change:
                 tried = [*strongest]
                 tried[place] = mild
                 if self.trial(tried):
@@ -129,7 +125,7 @@ class Search:
 
 
 def _changes(config: Any, cluster: Cluster) -> Iterator[Change]:
-    """Yield the changes not yet made in this configuration, cheapest first."""
+    """Yield the changes not yet made in this configuration, cheapest first; some may be empty."""
     is_rl = not isinstance(config, SupervisedConfig)
     ds = config.ds
     if is_rl:
@@ -139,33 +135,31 @@ def _changes(config: Any, cluster: Cluster) -> Iterator[Change]:
     checkpointing = f"{trained}.gradient_checkpointing_enable"
     every = f"{trained}.gradient_checkpointing_every"
     if not value_at(config, checkpointing):
-        yield Change(({checkpointing: True},))
+        yield [{checkpointing: True}]
     elif value_at(config, every) > 1:
-        yield Change(({every: 1},))
+        yield [{every: 1}]
     if not ds.packing_samples and ds.param_dtype != "fp32" and cluster.on_gpus:
-        yield Change(({"ds.packing_samples": True},))
+        yield [{"ds.packing_samples": True}]
     for path in ("ref.offload", "reward.offload", "kd.teacher_offload"):
         if path in flags_of(type(config)) and not value_at(config, path):
-            yield Change(({path: True},))
+            yield [{path: True}]
     ranks = cluster.devices
     if ds.zero_stage < 3 and ranks > 1:
         stages = range(max(1, ds.zero_stage) + 1, 4)
-        yield Change(tuple({"ds.zero_stage": stage} for stage in stages))
+        yield [{"ds.zero_stage": stage} for stage in stages]
     if cluster.on_gpus and not ds.adam_offload:
         values: dict[str, Any] = {"ds.adam_offload": True}
         if ds.zero_stage == 0:
             values["ds.zero_stage"] = 2
-        yield Change((values,))
+        yield [values]
     if cluster.on_gpus and ds.param_offload == "none":
-        yield Change(({"ds.param_offload": "cpu", "ds.zero_stage": 3},))
+        yield [{"ds.param_offload": "cpu", "ds.zero_stage": 3}]
     if ranks > 1 and ds.ring_attn_size == 1 and not ds.lora.rank:
-        sizes = [size for size in (2, 4, 8) if ranks % (size * ds.tensor_parallel_size) == 0]
-        if sizes:
-            yield Change(tuple(_ring(size) for size in sizes))
-
-
-def _ring(size: int) -> dict[str, Any]:
-    return {"ds.ring_attn_size": size, "ds.packing_samples": True}
+        rings: list[dict[str, Any]] = []
+        for size in (2, 4, 8):
+            if ranks % (size * ds.tensor_parallel_size) == 0:
+                rings.append({"ds.ring_attn_size": size, "ds.packing_samples": True})
+        yield rings
 
 
 def _batch_changes(config: Any) -> Iterator[Change]:
@@ -176,18 +170,16 @@ def _batch_changes(config: Any) -> Iterator[Change]:
         budgets = [train.max_tokens_per_gpu // 2, train.max_tokens_per_gpu // 4]
         smaller = [budget for budget in budgets if budget >= config.data.max_len]
         names = ("train.max_tokens_per_gpu", "rollout.max_tokens_per_gpu")
-        if smaller:
-            yield Change(tuple(dict.fromkeys(names, budget) for budget in smaller))
+        yield [dict.fromkeys(names, budget) for budget in smaller]
         return
-    sizes: list[int] = []
+    sizes: list[dict[str, int]] = []
     size = train.micro_batch_size
     while size > 1:
         size //= 2
-        sizes.append(size)
-    if sizes:
-        yield Change(tuple({"train.micro_batch_size": size} for size in sizes))
+        sizes.append({"train.micro_batch_size": size})
+    yield sizes
     if is_rl and config.rollout.micro_batch_size > 1:
-        yield Change(({"rollout.micro_batch_size": 1},))
+        yield [{"rollout.micro_batch_size": 1}]
 
 
 def _engine_changes(config: Any, cluster: Cluster) -> Iterator[Change]:
@@ -197,11 +189,10 @@ def _engine_changes(config: Any, cluster: Cluster) -> Iterator[Change]:
         return
     if config.hybrid:
         if not vllm.enable_sleep:
-            yield Change(({"vllm.enable_sleep": True},))
+            yield [{"vllm.enable_sleep": True}]
         if not ds.enable_sleep and not ds.adam_offload:
-            values: dict[str, Any] = {"ds.enable_sleep": True}
-            yield Change((values | {"ds.zero_stage": max(2, ds.zero_stage)},))
-    yield Change(({ENGINE_SHARE: min(ENGINE_SHARES)},))  # `Search.trial` tries all shares
+            yield [{"ds.enable_sleep": True, "ds.zero_stage": max(2, ds.zero_stage)}]
+    yield [{ENGINE_SHARE: min(ENGINE_SHARES)}]  # `Search.trial` tries all shares
     devices = vllm.num_engines * vllm.devices
     if config.hybrid:
         devices = config.actor_ranks
@@ -211,8 +202,7 @@ def _engine_changes(config: Any, cluster: Cluster) -> Iterator[Change]:
         engines = devices // (size * vllm.pipeline_parallel_size)
         split.append({"vllm.tensor_parallel_size": size, "vllm.num_engines": engines})
         size *= 2
-    if split:
-        yield Change(tuple(split))
+    yield split
 
 
 def longest_length(config: Any, cluster: Cluster) -> int:
@@ -221,14 +211,8 @@ def longest_length(config: Any, cluster: Cluster) -> int:
     Memory grows with the length, so the limit is found by binary search.
     """
 
-    def fits(steps: int) -> bool:
-        return make_plan(amend(config, {"data.max_len": steps * LENGTH_STEP}), cluster).fits
+    def is_too_long(length: int) -> bool:
+        return not make_plan(amend(config, {"data.max_len": length}), cluster).fits
 
-    low, high = 0, LONGEST // LENGTH_STEP
-    while low < high:
-        middle = math.ceil((low + high) / 2)
-        if fits(middle):
-            low = middle
-        else:
-            high = middle - 1
-    return low * LENGTH_STEP
+    lengths = range(LENGTH_STEP, LONGEST + 1, LENGTH_STEP)
+    return LENGTH_STEP * bisect_left(lengths, True, key=is_too_long)
