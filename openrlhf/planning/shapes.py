@@ -64,7 +64,6 @@ class Weight:
 class ModelShape:
     """A decoder model's sizes and all of its weights."""
 
-    name: str
     model_type: str
     hidden: int
     layers: int
@@ -73,8 +72,8 @@ class ModelShape:
     head_dim: int
     intermediate: int  # intermediate size of a dense layer or of one expert
     vocabulary: int
-    tied: bool  # True if the output layer shares the embeddings' weight
-    weights: tuple[Weight, ...]
+    tied: bool = False  # True if the output layer shares the embeddings' weight
+    weights: tuple[Weight, ...] = ()
     experts: int = 0  # number of experts per layer; 0 if every layer is dense
     experts_per_token: int = 0
     shared_intermediate: int = 0  # intermediate size of the shared expert, which all tokens use
@@ -198,8 +197,9 @@ def text_config(config: Mapping[str, Any]) -> Mapping[str, Any]:
     nested = config.get("text_config")
     if not isinstance(nested, Mapping):
         return config
-    ties = {key: config[key] for key in ("tie_word_embeddings",) if key in config}
-    return {**ties, **nested}
+    if "tie_word_embeddings" not in config:
+        return nested
+    return {"tie_word_embeddings": config["tie_word_embeddings"], **nested}
 
 
 def shape_from_config(config: Mapping[str, Any], name: str = "") -> ModelShape:
@@ -216,28 +216,17 @@ def shape_from_config(config: Mapping[str, Any], name: str = "") -> ModelShape:
             f"Known architectures: {', '.join(FAMILIES)}. For other architectures, use a folder "
             "that also has the safetensors files, whose headers list the weights."
         )
-    sizes = _sizes(text, family, name)
     is_scalar = any("SequenceClassification" in kind for kind in config.get("architectures") or [])
-    shape = ModelShape(
-        name=name,
-        model_type=model_type,
-        weights=tuple(_weights(text, family, sizes, scalar=is_scalar)),
-        qk_norm=bool(family.qk_norm),
-        norms_per_layer=len(family.norms),
-        windows=_windows(text, model_type, sizes["layers"]),
-        tied=_is_tied(text, family) and not is_scalar,
-        scalar=is_scalar,
-        stored_width=_stored_width(config),
-        **sizes,
-    )
-    return shape
+    tied = bool(text.get("tie_word_embeddings", family.tied))
+    shape = _without_weights(config, family, name)
+    shape = replace(shape, tied=tied and not is_scalar, scalar=is_scalar)
+    return replace(shape, weights=tuple(_weights(text, family, shape)))
 
 
 def shape_from_headers(
     headers: Mapping[str, Sequence[int]], config: Mapping[str, Any], name: str = ""
 ) -> ModelShape:
     """Derive the shape of a model from the sizes of its stored weights, for any architecture."""
-    text = text_config(config)
     stacked: dict[str, tuple[int, ...]] = {}
     for stored, sizes in headers.items():
         found = EXPERT.fullmatch(stored)
@@ -247,23 +236,15 @@ def shape_from_headers(
         together = f"{found[1]}.{found[3]}"
         count = stacked.get(together, (0,))[0] + 1
         stacked[together] = (count, *sizes)
-    heads = [weight for weight in stacked if HEADS.fullmatch(weight)]
-    outputs = stacked[heads[0]][0] if heads else 0
-    experts = [sizes for weight, sizes in stacked.items() if ".experts." in weight]
-    count = experts[0][0] if experts else 0
+    heads = [sizes[0] for weight, sizes in stacked.items() if HEADS.fullmatch(weight)]
+    experts = [sizes[0] for weight, sizes in stacked.items() if ".experts." in weight]
     family = Family(expert_width="moe_intermediate_size")
-    numbers = _sizes(text, family, name, experts=count)
-    layers = numbers["layers"]
-    return ModelShape(
-        name=name,
-        model_type=str(text.get("model_type", "")),
+    return replace(
+        _without_weights(config, family, name, experts=next(iter(experts), 0)),
         weights=tuple(Weight(stored, sizes) for stored, sizes in stacked.items()),
         qk_norm=any("q_norm" in weight for weight in stacked),
-        windows=_windows(text, str(text.get("model_type", "")), layers),
         tied=not heads,
-        scalar=outputs == 1,
-        stored_width=_stored_width(config),
-        **numbers,
+        scalar=next(iter(heads), 0) == 1,
     )
 
 
@@ -274,13 +255,15 @@ def _stored_width(config: Mapping[str, Any]) -> int:
     return 2 if "bfloat16" in named or "float16" in named else 4
 
 
-def _sizes(
-    text: Mapping[str, Any], family: Family, name: str, *, experts: int = 0
-) -> dict[str, int]:
-    """Read the sizes of a ModelShape from config.json. Raises PlanError if a size is missing.
+def _without_weights(
+    config: Mapping[str, Any], family: Family, name: str, *, experts: int = 0
+) -> ModelShape:
+    """Read the sizes of a model from config.json. Raises PlanError if a size is missing.
 
     `experts` is the number of experts, if known from the weights.
     """
+    text = text_config(config)
+    model_type = str(text.get("model_type", ""))
     try:
         hidden = int(text["hidden_size"])
         heads = int(text["num_attention_heads"])
@@ -297,18 +280,23 @@ def _sizes(
     width = dense
     if experts:
         width = int(text.get(family.expert_width) or dense)
-    return {
-        "hidden": hidden,
-        "layers": layers,
-        "heads": heads,
-        "kv_heads": int(text.get("num_key_value_heads") or heads),
-        "head_dim": int(text.get("head_dim") or family.head_dim or hidden // heads),
-        "intermediate": width,
-        "vocabulary": vocabulary,
-        "experts": experts,
-        "experts_per_token": int(text.get("num_experts_per_tok") or 0),
-        "shared_intermediate": int(text.get("shared_expert_intermediate_size") or 0),
-    }
+    return ModelShape(
+        model_type=model_type,
+        hidden=hidden,
+        layers=layers,
+        heads=heads,
+        kv_heads=int(text.get("num_key_value_heads") or heads),
+        head_dim=int(text.get("head_dim") or family.head_dim or hidden // heads),
+        intermediate=width,
+        vocabulary=vocabulary,
+        experts=experts,
+        experts_per_token=int(text.get("num_experts_per_tok") or 0),
+        shared_intermediate=int(text.get("shared_expert_intermediate_size") or 0),
+        qk_norm=bool(family.qk_norm),
+        norms_per_layer=len(family.norms),
+        windows=_windows(text, model_type, layers),
+        stored_width=_stored_width(config),
+    )
 
 
 def _has_experts(text: Mapping[str, Any], layer: int) -> bool:
@@ -318,37 +306,30 @@ def _has_experts(text: Mapping[str, Any], layer: int) -> bool:
     return (layer + 1) % int(text.get("decoder_sparse_step") or 1) == 0
 
 
-def _is_tied(text: Mapping[str, Any], family: Family) -> bool:
-    return bool(text.get("tie_word_embeddings", family.tied))
-
-
-def _weights(
-    text: Mapping[str, Any], family: Family, sizes: Mapping[str, int], *, scalar: bool
-) -> list[Weight]:
-    hidden, vocabulary = sizes["hidden"], sizes["vocabulary"]
+def _weights(text: Mapping[str, Any], family: Family, shape: ModelShape) -> list[Weight]:
+    hidden, vocabulary = shape.hidden, shape.vocabulary
     weights = [Weight("model.embed_tokens.weight", (vocabulary, hidden))]
-    for layer in range(sizes["layers"]):
+    for layer in range(shape.layers):
         prefix = f"model.layers.{layer}."
-        weights += _attention(text, family, sizes, f"{prefix}self_attn.")
-        if sizes["experts"] and _has_experts(text, layer):
-            weights += _mixture(sizes, f"{prefix}mlp.")
+        weights += _attention(text, family, shape, f"{prefix}self_attn.")
+        if shape.experts and _has_experts(text, layer):
+            weights += _mixture(shape, f"{prefix}mlp.")
         else:
             width = int(text.get("intermediate_size") or 4 * hidden)
             weights += _mlp(text, family, hidden, width, f"{prefix}mlp.")
         weights += [Weight(f"{prefix}{norm}.weight", (hidden,)) for norm in family.norms]
     weights.append(Weight("model.norm.weight", (hidden,)))
-    if scalar:
+    if shape.scalar:
         weights.append(Weight("score.weight", (1, hidden)))
-    elif not _is_tied(text, family):
+    elif not shape.tied:
         weights.append(Weight("lm_head.weight", (vocabulary, hidden)))
     return weights
 
 
 def _attention(
-    text: Mapping[str, Any], family: Family, sizes: Mapping[str, int], prefix: str
+    text: Mapping[str, Any], family: Family, shape: ModelShape, prefix: str
 ) -> list[Weight]:
-    hidden, head_dim = sizes["hidden"], sizes["head_dim"]
-    queries, keys = sizes["heads"] * head_dim, sizes["kv_heads"] * head_dim
+    hidden, queries, keys = shape.hidden, shape.queries, shape.keys
     by_config = bool(text.get("attention_bias", False))
     qkv_bias, output_bias = family.qkv_bias, family.output_bias
     if qkv_bias is None:
@@ -363,11 +344,10 @@ def _attention(
         weights += _linear(prefix + name, width, hidden, bias=qkv_bias)
     weights += _linear(f"{prefix}o_proj", hidden, queries, bias=output_bias)
     if family.qk_norm:
-        normed = (queries, keys)
         if family.qk_norm == "head":
-            normed = (head_dim, head_dim)
-        weights.append(Weight(f"{prefix}q_norm.weight", normed[:1]))
-        weights.append(Weight(f"{prefix}k_norm.weight", normed[1:]))
+            queries = keys = shape.head_dim
+        weights.append(Weight(f"{prefix}q_norm.weight", (queries,)))
+        weights.append(Weight(f"{prefix}k_norm.weight", (keys,)))
     return weights
 
 
@@ -392,14 +372,14 @@ def _linear(name: str, outputs: int, inputs: int, *, bias: bool) -> list[Weight]
     return weights
 
 
-def _mixture(sizes: Mapping[str, int], prefix: str) -> list[Weight]:
-    hidden, experts, width = sizes["hidden"], sizes["experts"], sizes["intermediate"]
+def _mixture(shape: ModelShape, prefix: str) -> list[Weight]:
+    hidden, experts, width = shape.hidden, shape.experts, shape.intermediate
     weights = [
         Weight(f"{prefix}gate.weight", (experts, hidden)),
         Weight(f"{prefix}experts.gate_up_proj", (experts, 2 * width, hidden)),
         Weight(f"{prefix}experts.down_proj", (experts, hidden, width)),
     ]
-    shared = sizes["shared_intermediate"]
+    shared = shape.shared_intermediate
     if shared:
         weights += _mlp({}, Family(), hidden, shared, f"{prefix}shared_expert.")
         weights.append(Weight(f"{prefix}shared_expert_gate.weight", (1, hidden)))
