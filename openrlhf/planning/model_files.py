@@ -6,7 +6,7 @@ import json
 import os
 import re
 import struct
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from contextlib import suppress
 from functools import cache
 from http import HTTPStatus
@@ -43,8 +43,9 @@ def read_shape(path: str) -> ModelShape:
         config: dict[str, Any] = json.loads(read("config.json", 0, None))
         if text_config(config).get("model_type") in FAMILIES:
             return shape_from_config(config, path)
-        headers = _headers(read)
-        if headers is None:
+        try:
+            headers = _headers(read)
+        except FileNotFoundError:
             return shape_from_config(config, path)  # raises PlanError: unknown architecture
         return shape_from_headers(headers, config, path)
     except (OSError, ValueError, KeyError) as error:
@@ -100,33 +101,27 @@ def _hub_reader(path: str) -> Read:
             request.add_header("Range", f"bytes={start}-{start + length - 1}")
         if token := os.environ.get("HF_TOKEN"):
             request.add_unredirected_header("Authorization", f"Bearer {token}")
-        with http.urlopen(request, timeout=HUB_TIMEOUT_S) as response:
-            return response.read(length)
+        try:
+            with http.urlopen(request, timeout=HUB_TIMEOUT_S) as response:
+                return response.read(length)
+        except HTTPError as error:
+            if error.code == HTTPStatus.NOT_FOUND:
+                raise FileNotFoundError(str(error)) from error
+            raise
 
     return read
 
 
-def _headers(read: Read) -> dict[str, tuple[int, ...]] | None:
-    """Return the shapes of all stored weights by name, or None if there are no safetensors files.
+def _headers(read: Read) -> dict[str, tuple[int, ...]]:
+    """Return the shapes of all stored weights by name.
 
-    A model that is stored in a single file has no index.
+    A model that is stored in a single file has no index. Raises FileNotFoundError if a safetensors
+    file is missing.
     """
     names = [SINGLE]
     with suppress(OSError):
         index = json.loads(read(INDEX, 0, None))
         names = sorted(set(index["weight_map"].values()))
-    try:
-        return _headers_of(read, names)
-    except FileNotFoundError:
-        return None
-    except HTTPError as error:
-        if error.code != HTTPStatus.NOT_FOUND:
-            raise
-        return None
-
-
-def _headers_of(read: Read, names: Sequence[str]) -> dict[str, tuple[int, ...]]:
-    """Return the shapes of all weights in these files by name."""
     sizes: dict[str, tuple[int, ...]] = {}
     for name in names:
         (length,) = struct.unpack("<Q", read(name, 0, 8))
