@@ -37,27 +37,26 @@ def _is_adapted(role: ModelRole, weight: Weight) -> bool:
     return role.lora_modules == ("all-linear",) or weight.module in role.lora_modules
 
 
-def adapter_size(role: ModelRole, weight: Weight) -> int:
-    """Return the number of elements of a weight's adapter on one rank."""
-    return sum(adapter_sizes(role, weight, role.tp))
+def _trained_size(role: ModelRole, weight: Weight) -> int:
+    """Return the number of elements of a weight, or of its adapter if any, on one rank."""
+    if role.lora_rank:
+        return sum(adapter_sizes(role, weight, role.tp))
+    return local_size(role, weight)
 
 
 def trained_weights(role: ModelRole) -> int:
     """Return the number of trained weights on one rank, before ZeRO."""
     if not role.trained:
         return 0
-    if not role.lora_rank:
-        return sum(local_size(role, weight) for weight in role.shape.weights)
-    adapters = sum(adapter_size(role, weight) for weight in role.shape.weights)
-    if role.shape.scalar:
-        adapters += role.shape.hidden
-    return adapters
+    trained = sum(_trained_size(role, weight) for weight in role.shape.weights)
+    if role.lora_rank and role.shape.scalar:
+        trained += role.shape.hidden
+    return trained
 
 
 def largest_trained(role: ModelRole) -> int:
     """Return the number of elements in the largest trained weight on one rank, before ZeRO."""
-    size_of = adapter_size if role.lora_rank else local_size
-    return max((size_of(role, weight) for weight in role.shape.weights), default=0)
+    return max(_trained_size(role, weight) for weight in role.shape.weights)
 
 
 def moment_width(role: ModelRole) -> float:
