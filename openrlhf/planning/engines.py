@@ -21,9 +21,8 @@ def cache_bytes_per_token(engine: EngineRole) -> float:
 
 def smallest_engine(engine: EngineRole, constants: Constants) -> int:
     """Return how many bytes an engine needs on a device to serve one sequence of `max_len`."""
-    weights = engine.width * engine.shape.parameters / engine.devices
     cache = cache_bytes_per_token(engine) * engine.max_len
-    return round(weights + cache + constants.engine_bytes)
+    return round(engine.weight_bytes + cache + constants.engine_bytes)
 
 
 def predict_engine(
@@ -34,7 +33,7 @@ def predict_engine(
     vLLM fills its share of a GPU with KV cache. An engine with sleep mode is already asleep when
     the models on its devices are loaded.
     """
-    weights = round(engine.width * engine.shape.parameters / engine.devices)
+    weights = round(engine.weight_bytes)
     cache = engine.cache_bytes
     if engine.memory_share is not None:
         room = engine.memory_share * device_bytes
@@ -42,9 +41,10 @@ def predict_engine(
     fixed = Usage(framework=constants.engine_process_bytes)
     loaded = fixed + Usage(weights=weights, framework=constants.engine_bytes)
     awake = loaded + Usage(kv_cache=cache)
-    resting = fixed if engine.sleeps else awake
-    usage = dict.fromkeys(Instant, resting)
+    publication = Usage(publication=engine.bucket_bytes)
+    if not engine.sleeps:
+        return dict.fromkeys(Instant, awake) | {Instant.PUBLISH: awake + publication}
+    usage = dict.fromkeys(Instant, fixed)
     usage[Instant.GENERATE] = awake
-    receiving = loaded if engine.sleeps else awake
-    usage[Instant.PUBLISH] = receiving + Usage(publication=engine.bucket_bytes)
+    usage[Instant.PUBLISH] = loaded + publication
     return usage

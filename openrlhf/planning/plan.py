@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from dataclasses import dataclass
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
 from typing import Any
 
 from openrlhf.config.supervised import SupervisedConfig
 from openrlhf.planning.cluster import Cluster
-from openrlhf.planning.constants import Constants, constants_for
+from openrlhf.planning.constants import CPU, CUDA, Constants
 from openrlhf.planning.engines import predict_engine, smallest_engine
 from openrlhf.planning.memory import machine_bytes, predict_role
 from openrlhf.planning.offline_roles import offline_roles
@@ -41,7 +41,11 @@ class Process:
 
         The active tenant is the tenant whose memory grows the most at this instant.
         """
-        active = self._busiest(instant)
+
+        def growth(tenant: Tenant) -> int:
+            return tenant.usage[instant].total - tenant.usage[Instant.IDLE].total
+
+        active = max(self.tenants, key=growth)
         held: dict[str, Usage] = {"framework": Usage(framework=self.framework) * self.count}
         for tenant in self.tenants:
             state = Instant.IDLE
@@ -50,12 +54,6 @@ class Process:
             usage = tenant.usage[state] * self.count
             held[tenant.name] = held.get(tenant.name, Usage()) + usage
         return held
-
-    def _busiest(self, instant: Instant) -> Tenant:
-        def growth(tenant: Tenant) -> int:
-            return tenant.usage[instant].total - tenant.usage[Instant.IDLE].total
-
-        return max(self.tenants, key=growth)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -163,16 +161,19 @@ def make_plan(config: Any, cluster: Cluster) -> Plan:
     Offline commands run one process per device. Raises PlanError if the sizes of a model cannot be
     read.
     """
-    device = "cuda" if cluster.on_gpus else "cpu"
-    constants = constants_for(device)
     ranks = cluster.devices
+    constants = CUDA
     if not cluster.on_gpus:  # a machine can run all processes that share a sequence
         ranks = max(ranks, config.ds.ranks_per_slice)
+        constants = CPU
     groups = hosts_of(config, ranks=ranks, on_gpus=cluster.on_gpus)
     if cluster.on_gpus:
         pools = [_device_pool(group, cluster, constants) for group in groups]
     else:
-        pools = [_machine_pool(groups, cluster, constants)]
+        processes: list[Process] = []
+        for group in groups:
+            processes += _processes(group, cluster, constants)
+        pools = [_pool(processes, cluster, constants)]
     devices = sum(group.devices for group in groups)
     return Plan(cluster=cluster, constants=constants, pools=tuple(pools), devices=devices)
 
@@ -187,36 +188,46 @@ def hosts_of(config: Any, *, ranks: int, on_gpus: bool) -> list[Hosts]:
     return rl_hosts(config, on_gpus=on_gpus)
 
 
-def _tenants(group: Hosts, constants: Constants) -> tuple[Tenant, ...]:
-    tenants: list[Tenant] = []
-    for role in group.roles:
-        tenants.append(Tenant(name=role.name, usage=predict_role(role, constants)))
-    return tuple(tenants)
+def _processes(group: Hosts, cluster: Cluster, constants: Constants) -> Iterator[Process]:
+    """Yield the processes of a group's models, and a separate process for its engine."""
+    if group.roles:
+        tenants: list[Tenant] = []
+        for role in group.roles:
+            tenants.append(Tenant(name=role.name, usage=predict_role(role, constants)))
+        yield Process(
+            tenants=tuple(tenants), count=group.processes, framework=constants.process_bytes
+        )
+    if group.engine:
+        usage = predict_engine(group.engine, constants, cluster.device_bytes)
+        tenant = Tenant(name="engine", usage=usage)
+        yield Process(tenants=(tenant,), count=group.engines, framework=0)
 
 
-def _engine_process(
-    group: Hosts, constants: Constants, cluster: Cluster, count: int
-) -> Iterator[Process]:
-    """Yield a separate process for the engine of a group, if it has one."""
-    if group.engine is None:
-        return
-    usage = predict_engine(group.engine, constants, cluster.device_bytes)
-    tenant = Tenant(name="engine", usage=usage)
-    yield Process(tenants=(tenant,), count=count, framework=0)
+def _pool(processes: Sequence[Process], cluster: Cluster, constants: Constants) -> Pool:
+    """Return the memory of a device, or of a CPU machine, which runs all processes."""
+    names: dict[str, None] = {}  # an ordered set
+    for process in processes:
+        names |= dict.fromkeys(tenant.name for tenant in process.tenants)
+    return Pool(
+        name=", ".join(names),
+        capacity=cluster.device_bytes,
+        count=1,
+        processes=tuple(processes),
+        constants=constants,
+    )
 
 
 def _device_pool(group: Hosts, cluster: Cluster, constants: Constants) -> Pool:
     """Return the memory of one device in a group."""
-    processes: list[Process] = []
-    names = [role.name for role in group.roles]
-    if group.roles:
-        tenants = _tenants(group, constants)
-        processes.append(Process(tenants=tenants, count=1, framework=constants.process_bytes))
-    processes += _engine_process(group, constants, cluster, 1)
+    on_machine = min(group.devices, cluster.per_node)
+    host = 0
+    for role in group.roles:
+        host += machine_bytes(role, constants, on_machine)
     problems: list[str] = []
     engine = group.engine
     if engine:
-        names.append("engine")
+        if engine.sleeps:
+            host += on_machine * round(engine.weight_bytes)
         share = engine.memory_share or 1.0
         needed = smallest_engine(engine, constants)
         if needed > share * cluster.device_bytes:
@@ -225,41 +236,10 @@ def _device_pool(group: Hosts, cluster: Cluster, constants: Constants) -> Pool:
                 f"{engine.max_len} tokens, more than {share:g} of {gib(cluster.device_bytes)} "
                 "(--vllm.gpu_memory_utilization)."
             )
-    on_machine = min(group.devices, cluster.per_node)
-    host = 0
-    for role in group.roles:
-        host += machine_bytes(role, constants, on_machine)
-    if engine and engine.sleeps:
-        host += on_machine * round(engine.width * engine.shape.parameters / engine.devices)
-    return Pool(
-        name=", ".join(dict.fromkeys(names)),
-        capacity=cluster.device_bytes,
+    processes = [replace(process, count=1) for process in _processes(group, cluster, constants)]
+    return replace(
+        _pool(processes, cluster, constants),
         count=group.devices,
-        processes=tuple(processes),
-        constants=constants,
         problems=tuple(problems),
         host_bytes=host,
-    )
-
-
-def _machine_pool(groups: list[Hosts], cluster: Cluster, constants: Constants) -> Pool:
-    """Return the memory of a CPU machine, which runs all processes."""
-    processes: list[Process] = []
-    names: list[str] = []
-    for group in groups:
-        names += [role.name for role in group.roles]
-        if group.roles:
-            tenants = _tenants(group, constants)
-            framework = constants.process_bytes
-            process = Process(tenants=tenants, count=group.processes, framework=framework)
-            processes.append(process)
-        if group.engine:
-            names.append("engine")
-            processes += _engine_process(group, constants, cluster, group.engines)
-    return Pool(
-        name=", ".join(dict.fromkeys(names)),
-        capacity=cluster.device_bytes,
-        count=1,
-        processes=tuple(processes),
-        constants=constants,
     )

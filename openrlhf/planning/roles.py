@@ -106,6 +106,11 @@ class EngineRole:
         """Bytes per weight."""
         return 1.0 if self.quantized else DTYPE_BYTES[self.dtype]
 
+    @property
+    def weight_bytes(self) -> float:
+        """The size of the weights on one device, in bytes."""
+        return self.width * self.shape.parameters / self.devices
+
 
 def check_split(flag: str, ranks: int, heads: int, *, what: str) -> None:
     """Raise SplitError unless `heads` attention heads can be shared equally by `ranks` ranks.

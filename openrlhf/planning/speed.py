@@ -17,7 +17,7 @@ import math
 from dataclasses import dataclass
 
 from openrlhf.planning.cluster import Cluster
-from openrlhf.planning.constants import constants_for
+from openrlhf.planning.constants import CUDA
 from openrlhf.planning.engines import cache_bytes_per_token, predict_engine
 from openrlhf.planning.memory import LIVE_PARAMETERS
 from openrlhf.planning.roles import EngineRole, ModelRole
@@ -211,7 +211,7 @@ def generation_seconds(
     each = math.ceil(samples / engines)
     context = prompt + answer / 2
     of_token = cache_bytes_per_token(engine)
-    usage = predict_engine(engine, constants_for("cuda"), cluster.device_bytes)
+    usage = predict_engine(engine, CUDA, cluster.device_bytes)
     room = usage[Instant.GENERATE].kv_cache / (of_token * context)
     at_once = max(1, min(each, MOST_SEQUENCES, int(room)))
     rounds = math.ceil(each / at_once)
