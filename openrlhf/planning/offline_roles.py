@@ -104,26 +104,31 @@ def offline_roles(config: SupervisedConfig, ranks: int, on_gpus: bool) -> tuple[
         training = replace(scoring, tokens=half, scored=half)
     model = frozen_role("policy", shape, ds, ranks, on_gpus)
     model = trained_role(model, config, config.optim, config.model, ranks)
-    window = math.ceil(of_rank / micro)
+    model = replace(
+        model,
+        training=training,
+        scoring=scoring,
+        window=math.ceil(of_rank / micro),
+        keeps_logits=model.keeps_logits or isinstance(config, KDConfig | PRMConfig),
+    )
     if isinstance(config, KDConfig):
-        model = replace(
-            model,
-            teacher_bytes=_teacher_bytes(config, scored),
-            teacher_logits=config.kd.top_k is None,
-        )
-    keeps_logits = model.keeps_logits or isinstance(config, KDConfig | PRMConfig)
-    roles = [
-        replace(model, training=training, scoring=scoring, window=window, keeps_logits=keeps_logits)
-    ]
-    frozen = _frozen_model(config)
-    if frozen:
-        name, path, offload = frozen
-        beside = frozen_role(name, read_shape(path), ds, ranks, on_gpus)
-        distills = isinstance(config, KDConfig)
-        if distills and config.kd.top_k is None:
+        has_logits = config.kd.top_k is None
+        teacher_bytes = _teacher_bytes(config, scored)
+        model = replace(model, teacher_bytes=teacher_bytes, teacher_logits=has_logits)
+        if config.kd.served:
+            return (model,)
+        if has_logits:
             scoring = replace(scoring, scored=0)  # the student's passes compute the logits
-        roles.append(replace(beside, scoring=scoring, param_offload=offload, keeps_logits=distills))
-    return tuple(roles)
+        path, offload = config.kd.teacher_model, config.kd.teacher_offload
+        teacher = frozen_role("teacher", read_shape(path), ds, ranks, on_gpus)
+        return model, replace(teacher, scoring=scoring, param_offload=offload, keeps_logits=True)
+    if not isinstance(config, ReferencedConfig) or config.reference_is_policy:
+        return (model,)
+    if not config.needs_reference:
+        return (model,)
+    path = config.ref.model_name_or_path or config.model.model_name_or_path
+    reference = frozen_role("reference", read_shape(path), ds, ranks, on_gpus)
+    return model, replace(reference, scoring=scoring, param_offload=config.ref.offload)
 
 
 def _teacher_bytes(config: KDConfig, scored: int) -> int:
@@ -139,14 +144,3 @@ def _teacher_bytes(config: KDConfig, scored: int) -> int:
     if config.ds.zero_stage == 3 or config.kd.teacher_offload:
         kept += teacher.head_parameters
     return DTYPE_BYTES[config.ds.param_dtype] * kept
-
-
-def _frozen_model(config: SupervisedConfig) -> tuple[str, str, bool] | None:
-    """Return the frozen model's name, path and offload setting, or None if none is used."""
-    if isinstance(config, KDConfig) and not config.kd.served:
-        return "teacher", config.kd.teacher_model, config.kd.teacher_offload
-    if isinstance(config, ReferencedConfig):
-        if config.needs_reference and not config.reference_is_policy:
-            path = config.ref.model_name_or_path or config.model.model_name_or_path
-            return "reference", path, config.ref.offload
-    return None

@@ -8,14 +8,13 @@ from typing import Any
 
 from openrlhf.config.groups import role_groups
 from openrlhf.config.ppo import PPOConfig
-from openrlhf.config.shared import LoadingConfig
 from openrlhf.planning.memory import BUCKET_BYTES
 from openrlhf.planning.model_files import read_shape
 from openrlhf.planning.offline_roles import STEP_SHARE, frozen_role, ring_part, trained_role
-from openrlhf.planning.roles import EngineRole, Hosts, ModelRole, Pass, check_split
-from openrlhf.planning.shapes import ModelShape
+from openrlhf.planning.roles import DTYPE_BYTES, EngineRole, Hosts, ModelRole, Pass, check_split
 from openrlhf.units import GIB
 
+NAMES = {"actor": "policy", "ref": "reference"}  # names in a plan, where they differ from roles
 CPU_CACHE_BYTES = GIB  # `rollout.engine_settings.CPU_KV_CACHE_BYTES`
 
 
@@ -41,32 +40,34 @@ def _rl_roles(config: PPOConfig, role: str, ranks: int, on_gpus: bool) -> list[M
     """Return the model of a role, or all models of the reward role."""
     ds, actor = config.ds, config.actor
     scoring = _rl_pass(config, config.rollout.micro_batch_size, config.rollout.max_tokens_per_gpu)
-    if role == "actor":
-        policy = frozen_role("policy", read_shape(actor.model_name_or_path), ds, ranks, on_gpus)
-        policy = trained_role(policy, config, actor.optim, actor, ranks)
-        return [
-            replace(
-                policy,
-                scoring=scoring,
-                **_rl_training(config, ranks),
-                entropy=actor.entropy_coef is not None,
-                publishes=not config.rollout.replay_dir,
-                adapter_only=ds.lora.served_rank > 0,
-            )
-        ]
-    if role == "critic":
-        assert config.critic.model_name_or_path
-        shape = read_shape(config.critic.model_name_or_path).as_scalar()
-        critic = frozen_role("critic", shape, ds, ranks, on_gpus)
-        critic = trained_role(critic, config, config.critic.optim, actor, ranks)
-        return [replace(critic, scoring=scoring, ema=False, **_rl_training(config, ranks))]
     if role == "reward":
         return _reward_models(config, scoring, ranks, on_gpus)
-    path = config.local_teacher if role == "teacher" else actor.model_name_or_path
+    path = actor.model_name_or_path
+    if role == "teacher":
+        path = config.local_teacher
+    elif role == "critic":
+        path = config.critic.model_name_or_path
     assert path
-    name = "teacher" if role == "teacher" else "reference"
-    frozen = frozen_role(name, read_shape(path), ds, ranks, on_gpus)
-    return [replace(frozen, scoring=scoring, param_offload=config.ref.offload)]
+    shape = read_shape(path)
+    if role == "critic":
+        shape = shape.as_scalar()
+    model = frozen_role(NAMES.get(role, role), shape, ds, ranks, on_gpus)
+    model = replace(model, scoring=scoring)
+    if role in ("ref", "teacher"):
+        return [replace(model, param_offload=config.ref.offload)]
+    optimizer = config.critic.optim if role == "critic" else actor.optim
+    model = trained_role(model, config, optimizer, actor, ranks)
+    model = replace(model, **_rl_training(config, ranks))
+    if role == "critic":
+        return [replace(model, ema=False)]
+    return [
+        replace(
+            model,
+            entropy=actor.entropy_coef is not None,
+            publishes=not config.rollout.replay_dir,
+            adapter_only=ds.lora.served_rank > 0,
+        )
+    ]
 
 
 def _reward_models(config: PPOConfig, scoring: Pass, ranks: int, on_gpus: bool) -> list[ModelRole]:
@@ -126,6 +127,7 @@ def _engine(config: PPOConfig, on_gpus: bool) -> EngineRole:
         what=f"attention heads of {config.actor.model_name_or_path}",
     )
     device = "cuda" if on_gpus else "cpu"
+    largest = shape.largest_weight * DTYPE_BYTES[ds.param_dtype]
     return EngineRole(
         shape=shape,
         dtype=vllm.dtype,
@@ -136,9 +138,5 @@ def _engine(config: PPOConfig, on_gpus: bool) -> EngineRole:
         max_len=config.data.max_len,
         sleeps=vllm.enable_sleep and on_gpus,
         quantized=vllm.quantization is not None,
-        bucket_bytes=max(BUCKET_BYTES[device], _largest_bytes(shape, ds)),
+        bucket_bytes=max(BUCKET_BYTES[device], largest),
     )
-
-
-def _largest_bytes(shape: ModelShape, ds: LoadingConfig) -> int:
-    return shape.largest_weight * (4 if ds.param_dtype == "fp32" else 2)
