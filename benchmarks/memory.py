@@ -108,9 +108,6 @@ FITTED = (
     "role_bytes",
     "rounded_bytes",
     "sharded_bytes",
-    "activation_factor",
-    "transient_factor",
-    "logits_factor",
 )
 INTRODUCTION = """\
 Each case is one role of a run on a CPU, measured through the classes that a run uses. A peak is the

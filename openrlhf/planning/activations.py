@@ -29,21 +29,19 @@ class PassBytes:
 
 
 def pass_bytes(role: ModelRole, batch: Pass, constants: Constants) -> PassBytes:
-    """Return the sizes of a pass's tensors, scaled by the measured factors."""
+    """Return the sizes of a pass's tensors, scaled by the measured factor."""
     saved, recomputed = _saved(role, batch, constants)
     scoring = batch.tokens * _scoring_per_token(role, batch, constants)
     training = batch.tokens * 2 * role.width * role.shape.hidden
     forward_logits, backward_logits = _logits(role, batch)
-    common = constants.allocator_factor
-    transient = common * constants.transient_factor
-    logits = common * constants.logits_factor
+    factor = constants.allocator_factor
     return PassBytes(
-        saved=round(common * constants.activation_factor * saved),
-        recomputed=round(common * constants.activation_factor * recomputed),
-        scoring=round(transient * scoring),
-        training=round(transient * training),
-        forward_logits=round(logits * forward_logits),
-        backward_logits=round(logits * backward_logits),
+        saved=round(factor * saved),
+        recomputed=round(factor * recomputed),
+        scoring=round(factor * scoring),
+        training=round(factor * training),
+        forward_logits=round(factor * forward_logits),
+        backward_logits=round(factor * backward_logits),
     )
 
 

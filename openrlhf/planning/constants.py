@@ -19,9 +19,6 @@ class Constants:
     role_bytes: int = 0  # overhead of a process's first model, in addition to its tensors
     rounded_bytes: int = 0  # oneDNN's compiled kernels, in a process with bfloat16 models
     sharded_bytes: int = 0  # DeepSpeed's buffers for a trained model under ZeRO 3
-    activation_factor: float = 1.0  # applied to activations that are saved for the backward pass
-    transient_factor: float = 1.0  # applied to the temporary tensors of one layer
-    logits_factor: float = 1.0  # applied to one chunk of logits and its temporary tensors
     allocator_factor: float = 1.0  # applied to all activations and logits, for fragmentation
     engine_bytes: int = 0  # size of an engine without its weights and KV cache
 
@@ -52,8 +49,3 @@ CUDA = Constants(
     allocator_factor=1.02,
     engine_bytes=1024 * MIB,
 )
-
-
-def constants_for(device: str) -> Constants:
-    """Return the constants of a device kind, "cpu" or "cuda"."""
-    return CUDA if device == "cuda" else CPU

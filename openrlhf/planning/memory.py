@@ -15,7 +15,7 @@ from openrlhf.planning.activations import PassBytes, input_bytes, pass_bytes
 from openrlhf.planning.constants import Constants
 from openrlhf.planning.roles import DTYPE_BYTES, ModelRole, Pass
 from openrlhf.planning.trained import largest_trained, local_size, moment_width, trained_weights
-from openrlhf.planning.usage import Instant, Usage
+from openrlhf.planning.usage import Instant, Usage, largest
 from openrlhf.units import MIB
 
 BUCKET_BYTES = {"cpu": 64 * MIB, "cuda": 256 * MIB}  # `workers.base.BUCKET_BYTES`
@@ -34,9 +34,9 @@ class Gradients:
     """Size in bytes of the gradients on one rank."""
 
     idle: int = 0  # buffers that exist between optimizer steps
-    kept: int = 0  # buffers that exist between the micro-batches of a step, including `idle`
-    backward: int = 0  # added to `kept` while a backward pass runs
-    step: int = 0  # added to `kept` while the optimizer steps
+    kept: int = 0  # added to `idle` between the micro-batches of a step
+    backward: int = 0  # added to `idle` and `kept` while a backward pass runs
+    step: int = 0  # added to `idle` and `kept` while the optimizer steps
     host: int = 0  # in CPU memory, if the optimizer is offloaded
 
 
@@ -51,6 +51,11 @@ class RoleMemory:
     def trained(self) -> int:
         """The number of trained weights on this rank, before ZeRO."""
         return trained_weights(self.role)
+
+    @cached_property
+    def largest_trained(self) -> int:
+        """The number of elements in the largest trained weight on this rank, before ZeRO."""
+        return largest_trained(self.role)
 
     @cached_property
     def owned(self) -> int:
@@ -132,57 +137,65 @@ class RoleMemory:
     @cached_property
     def gradients(self) -> Gradients:
         """The size of the gradients at the role's ZeRO stage."""
-        role, owned = self.role, self.owned
-        g = DTYPE_BYTES[role.grad_accum_dtype]
+        role, owned, g = self.role, self.owned, self._sum_width
         if not role.trained:
             return Gradients()
         norm = self._norm_bytes()
         if role.zero_stage == 3:
             # the reduce bucket of h² elements, and the unsharded gradient of the largest weight
-            reduced = role.width * (role.shape.hidden**2 + largest_trained(self.role))
+            reduced = role.width * (role.shape.hidden**2 + self.largest_trained)
             if role.adam_offload:
                 return Gradients(backward=reduced, host=(g + 4) * owned)
             step = max(4 * min(owned, SUB_GROUP), norm)
-            return Gradients(idle=g * owned, kept=g * owned, backward=reduced, step=step)
+            return Gradients(idle=g * owned, backward=reduced, step=step)
         if role.zero_stage == 0:
             flattened = role.width * min(self.trained, REDUCE_BUCKET)
             return Gradients(kept=role.width * self.trained, step=flattened)
         if self._has_bf16_optimizer:
-            buffer = g * self.trained  # `BF16_Optimizer` does not shard this buffer
+            # `BF16_Optimizer` does not shard its buffer.
             # A step flattens the buffer, even on one rank, and all-reduces a bfloat16 copy of it.
-            copy = role.width if g != role.width else 0
             return Gradients(
-                idle=buffer,
-                kept=buffer + role.width * self.trained,
-                backward=4 * largest_trained(self.role),
-                step=(g + copy) * self.trained,
+                idle=g * self.trained,
+                kept=role.width * self.trained,
+                backward=4 * self.largest_trained,
+                step=(g + self._copy_width) * self.trained,
             )
-        return self._zero_gradients(g)
+        return self._zero_gradients()
 
-    def _zero_gradients(self, g: int) -> Gradients:
+    @property
+    def _sum_width(self) -> int:
+        """Bytes per element of the sums of gradients."""
+        return DTYPE_BYTES[self.role.grad_accum_dtype]
+
+    @property
+    def _copy_width(self) -> int:
+        """Bytes per element of gradient copies in the weights' dtype; 0 if sums have this dtype."""
+        width = self.role.width
+        return width if self._sum_width != width else 0
+
+    def _zero_gradients(self) -> Gradients:
         """Return the size of the gradients of `DeepSpeedZeroOptimizer` (stages 1 and 2)."""
-        role, owned = self.role, self.owned
-        has_copies = g != role.width  # gradients are summed in a different dtype than the weights'
+        role, owned, g = self.role, self.owned, self._sum_width
         norm = self._norm_bytes()
         host = 0
         if role.adam_offload:
-            host = 4 * owned + role.width * owned + role.width * largest_trained(self.role)
+            host = 4 * owned + role.width * owned + role.width * self.largest_trained
         if role.zero_stage == 1:
             whole = g * self.trained  # each gradient is freed once it is added to its sum
             flattened = 0 if role.adam_offload else 4 * self.trained
-            step = max(flattened, self._reduced_in_step(g) - whole, norm)
+            step = max(flattened, self._reduced_in_step() - whole, norm)
             bucket = g * self._bucket_elements(0)  # this bucket has the accumulation dtype
             return Gradients(kept=whole, backward=bucket, step=step, host=host)
         # gradients are freed once their bucket is full
         pending = role.width * min(self.trained, REDUCE_BUCKET)
         bucket = role.width * self._bucket_elements(self.trained)
         if role.adam_offload:
-            bucket += role.width * largest_trained(self.role)
-            if not has_copies:
+            bucket += role.width * self.largest_trained
+            if not self._copy_width:
                 step = max(pending, norm)
                 return Gradients(backward=bucket + pending, step=step, host=host + 4 * owned)
-        if has_copies:
-            pending += 4 * largest_trained(self.role)
+        if self._copy_width:
+            pending += 4 * self.largest_trained
             return Gradients(kept=g * owned, backward=bucket + pending, step=norm, host=host)
         backward = bucket + pending - g * owned
         step = max(4 * owned, norm, self._received_bytes() - g * owned)
@@ -197,16 +210,15 @@ class RoleMemory:
             return 0
         return self.role.width * self.trained
 
-    def _reduced_in_step(self, g: int) -> int:
+    def _reduced_in_step(self) -> int:
         """Return the size of the gradients while a stage 1 step reduces them.
 
         As many gradients as fit are in the reduce bucket. These gradients are flattened, and they
         are copied again if the reduction uses the weights' data type. The rank keeps its part of
         the sums.
         """
-        role = self.role
+        g, copy = self._sum_width, self._copy_width
         in_bucket = min(self.trained, REDUCE_BUCKET)
-        copy = role.width if g != role.width else 0
         flattened = (g + copy) * in_bucket
         sums = g * self.owned
         if not copy:
@@ -219,12 +231,12 @@ class RoleMemory:
 
         One gradient, or this rank's part of a gradient, is copied at a time.
         """
-        role, largest = self.role, largest_trained(self.role)
+        role = self.role
         if not role.sharded:
-            return 8 * min(largest, self.owned)
+            return 8 * min(self.largest_trained, self.owned)
         if role.adam_offload:
             return 0  # the gradients are in CPU memory
-        return 8 * -(-largest // role.ranks)
+        return 8 * -(-self.largest_trained // role.ranks)
 
     def _bucket_elements(self, written: int) -> int:
         """Return how many elements of the reduce bucket take up memory once `written` are written.
@@ -235,23 +247,6 @@ class RoleMemory:
             return REDUCE_BUCKET * (2 if self.role.overlap_comm else 1)
         return min(written, REDUCE_BUCKET)
 
-    @property
-    def on_host(self) -> tuple[int, int]:
-        """The sizes of the weights and the training state in CPU memory, in bytes."""
-        role = self.role
-        weights = self.weight_bytes if role.param_offload else 0
-        state = self.gradients.host
-        if role.adam_offload:
-            state += self.optimizer_bytes
-        if role.ema:
-            # Under ZeRO 3, each rank averages its own part; otherwise, rank 0 averages all weights.
-            # On GPUs, `machine_bytes` adds the average once.
-            if role.sharded:
-                state += 4 * self.trained // role.ranks
-            elif self.constants.device == "cpu":
-                state += 4 * self.trained
-        return weights, state
-
     def idle(self, *, awake: bool) -> Usage:
         """Return the device memory between passes."""
         role = self.role
@@ -260,8 +255,7 @@ class RoleMemory:
             fixed += self.constants.rounded_bytes
         if role.trained and role.sharded:
             fixed += self.constants.sharded_bytes
-        usage = Usage(framework=fixed)
-        usage += Usage(weights=self.resting_bytes)
+        usage = Usage(framework=fixed, weights=self.resting_bytes)
         if role.trained:
             usage += Usage(optimizer=self._sampled_bytes())
         else:
@@ -293,33 +287,22 @@ class RoleMemory:
         role = self.role
         idle = self.idle_before_first_step()
         candidates = [self.proof_peak()]
-        largest = role.shape.largest_weight
-        if role.sharded and self.constants.device == "cpu":
+        on_cpu = self.constants.device == "cpu"
+        if role.sharded and on_cpu:
             # the files' pages count as memory while each rank copies its part of them
-            read = role.width * role.shape.parameters + 8 * largest
+            read = role.width * role.shape.parameters + 8 * role.shape.largest_weight
             reading = Usage(weights=self.resting_bytes + read)
             candidates.append(replace(reading, framework=idle.framework))
-        elif self._is_rounded_while_read:
+        elif on_cpu and not role.trained and role.width < role.shape.stored_width:
             # the files' pages count as memory until all of their weights are rounded
             read = role.shape.stored_width * role.shape.parameters
             candidates.append(idle + Usage(weights=read))
         if role.trained and role.zero_stage > 0:
             candidates += self._optimizer_creation(idle)
-        return max(candidates, key=lambda usage: usage.total)
+        return largest(*candidates)
 
     def proof_peak(self) -> Usage:
-        """Return the peak of the check that packed and padded rows give correct results."""
-        return self.idle_before_first_step() + self.weights_added_by_pass() + self._proof_pass()
-
-    @property
-    def _is_rounded_while_read(self) -> bool:
-        """True if, on a CPU, the mapped files of a frozen model are larger than its weights."""
-        role = self.role
-        on_cpu = self.constants.device == "cpu"
-        return on_cpu and not role.trained and role.width < role.shape.stored_width
-
-    def _proof_pass(self) -> Usage:
-        """Return the memory of the passes that check the batch layout (`models.proof`)."""
+        """Return the peak of the check of the batch layout (`models.proof`)."""
         sp = self.role.sp
         batch = replace(
             PROOF,
@@ -329,7 +312,8 @@ class RoleMemory:
         )
         role = replace(self.role, gradient_checkpointing=False)  # only training uses checkpointing
         sizes = pass_bytes(role, batch, self.constants)
-        return Usage(activations=sizes.saved, logits=sizes.backward_logits)
+        passes = Usage(activations=sizes.saved, logits=sizes.backward_logits)
+        return self.idle_before_first_step() + self.weights_added_by_pass() + passes
 
     def _optimizer_creation(self, idle: Usage) -> list[Usage]:
         """Return the memory while weights are flattened and while master weights are created."""
@@ -358,8 +342,8 @@ class RoleMemory:
         sizes = pass_bytes(self.role, batch, self.constants)
         activations = Usage(activations=sizes.scoring)
         logits = Usage(logits=sizes.forward_logits)
-        largest = max(activations, logits, key=lambda usage: usage.total)
-        return self.idle(awake=False) + self.weights_added_by_pass() + largest
+        needed = largest(activations, logits)
+        return self.idle(awake=False) + self.weights_added_by_pass() + needed
 
     def train_peaks(self) -> dict[Instant, Usage]:
         """Return the peaks of a training pass and of the optimizer step."""
@@ -372,15 +356,18 @@ class RoleMemory:
             logits=self.role.teacher_bytes,
             weights=self._gathered_in_training,
         )
-        earlier = gradients.kept - gradients.idle if self.role.window > 1 else 0
+        earlier = gradients.kept if self.role.window > 1 else 0
         inner = sizes.training
         if self.role.gradient_checkpointing and self.role.checkpoint_every == 1:
             inner = sizes.scoring  # layers run without saving their activations
-        forward = fixed + Usage(gradients=earlier) + _forward(sizes, inner)
-        summed = gradients.kept - gradients.idle + gradients.backward
+        # the peak is in the last layer or in the output layer
+        saved = Usage(activations=sizes.saved, gradients=earlier)
+        last = largest(Usage(activations=inner), Usage(logits=sizes.forward_logits))
+        forward = fixed + saved + last
+        summed = gradients.kept + gradients.backward
         backward = fixed + _backward(sizes, earlier=earlier, summed=summed)
         step = self.idle(awake=True) + Usage(
-            gradients=gradients.kept - gradients.idle + gradients.step,
+            gradients=gradients.kept + gradients.step,
             optimizer=self._sampled_bytes(),
         )
         return {Instant.FORWARD: forward, Instant.BACKWARD: backward, Instant.STEP: step}
@@ -398,12 +385,12 @@ class RoleMemory:
             return self.idle(awake=False)
         limit = BUCKET_BYTES[self.constants.device]
         bucket = min(limit, role.width * role.shape.parameters)
-        largest = role.width * role.shape.largest_weight
+        biggest = role.width * role.shape.largest_weight
         if role.adapter_only:
-            largest = role.width * largest_trained(self.role)
+            biggest = role.width * self.largest_trained
             bucket = min(bucket, role.width * self.trained)
-        buffers = max(bucket, largest)
-        buffers += self._gathered_to_publish(bucket, largest)
+        buffers = max(bucket, biggest)
+        buffers += self._gathered_to_publish(bucket, biggest)
         if role.lora_rank and not role.adapter_only:
             # All merged weights of a bucket exist at the same time. The embeddings are sent first.
             first = max(0, bucket - role.width * role.shape.largest_weight)
@@ -412,26 +399,18 @@ class RoleMemory:
         freed = replace(self.idle(awake=False), weights=self.resting_bytes)
         return freed + Usage(publication=buffers)
 
-    def _gathered_to_publish(self, bucket: int, largest: int) -> int:
+    def _gathered_to_publish(self, bucket: int, biggest: int) -> int:
         """Return the size of the weights that are gathered for a bucket of `bucket` bytes.
 
         Weights are gathered up to the bucket limit as if they were float32, and at least one at a
-        time. `largest` is the size of the largest of them in bytes.
+        time. `biggest` is the size of the largest of them in bytes.
         """
         role = self.role
         limit = BUCKET_BYTES[self.constants.device] * role.width // 4
         if role.sharded:
-            return max(min(bucket, limit), largest)
+            return max(min(bucket, limit), biggest)
         split = sum(w.numel for w in role.shape.weights if local_size(role, w) < w.numel)
         return min(bucket, limit, role.width * split)
-
-
-def _forward(sizes: PassBytes, inner: int) -> Usage:
-    """Return the peak of a forward pass, which occurs in the last layer or in the output layer."""
-    activations = sizes.saved
-    if sizes.forward_logits > inner:
-        return Usage(activations=activations, logits=sizes.forward_logits)
-    return Usage(activations=activations + inner)
 
 
 def _backward(sizes: PassBytes, *, earlier: int, summed: int) -> Usage:
@@ -444,7 +423,7 @@ def _backward(sizes: PassBytes, *, earlier: int, summed: int) -> Usage:
     layer = sizes.recomputed + sizes.training
     middle = Usage(activations=sizes.saved + layer, gradients=earlier)
     end = Usage(activations=layer, gradients=summed)
-    return max(start, middle, end, key=lambda usage: usage.total)
+    return largest(start, middle, end)
 
 
 def predict_role(role: ModelRole, constants: Constants) -> dict[Instant, Usage]:
@@ -467,7 +446,7 @@ def predict_role(role: ModelRole, constants: Constants) -> dict[Instant, Usage]:
         # The average is copied from the loaded model.
         before = predict_role(replace(role, ema=False), constants)[Instant.LOAD]
         after = memory.idle_before_first_step() + predict_host(role, constants)[Instant.LOAD]
-        usage[Instant.LOAD] = max(before, after, key=lambda peak: peak.total)
+        usage[Instant.LOAD] = largest(before, after)
     return usage
 
 
@@ -477,8 +456,19 @@ def predict_host(role: ModelRole, constants: Constants) -> dict[Instant, Usage]:
     For ranks on GPUs, the machine must provide this memory in addition to the GPU memory.
     """
     memory = RoleMemory(role, constants)
-    weights, state = memory.on_host
-    kept = Usage(weights=weights, optimizer=state)
+    state = memory.gradients.host
+    if role.adam_offload:
+        state += memory.optimizer_bytes
+    if role.ema:
+        # Under ZeRO 3, each rank averages its own part; otherwise, rank 0 averages all weights.
+        # On GPUs, `machine_bytes` adds the average once.
+        if role.sharded:
+            state += 4 * memory.trained // role.ranks
+        elif constants.device == "cpu":
+            state += 4 * memory.trained
+    kept = Usage(optimizer=state)
+    if role.param_offload:
+        kept += Usage(weights=memory.weight_bytes)
     usage = dict.fromkeys(Instant, kept)
     # The first step creates the gradients of an offloaded optimizer.
     usage[Instant.LOAD] += Usage(optimizer=-memory.gradients.host)

@@ -47,6 +47,11 @@ class Usage:
         return Usage(**{kind: getattr(self, kind) * count for kind in KINDS})
 
 
+def largest(*usages: Usage) -> Usage:
+    """Return the usage with the largest total."""
+    return max(usages, key=lambda usage: usage.total)
+
+
 KINDS = tuple(field.name for field in fields(Usage))
 
 
