@@ -92,13 +92,13 @@ def parse_cluster(text: str, *, free_bytes: int = 0) -> Cluster:
         raise PlanError(f"--cluster {text} is not a valid cluster. Examples: {EXAMPLES}.")
     nodes, per_node, kind, memory = found.groups()
     kind = (kind or "").upper()
-    if kind and kind not in KINDS_OF_DEVICES and not memory:
+    if not memory and kind not in KINDS_OF_DEVICES:
         raise PlanError(
             f"--cluster {text}: the memory size of {found[3]} is not known. Add the size in GB "
             f"after a hyphen, e.g. {per_node}xRTX5090-32GB, or use one of "
             f"{', '.join(KINDS_OF_DEVICES)}."
         )
-    size = float(memory or KINDS_OF_DEVICES.get(kind, UNNAMED).memory)
+    size = float(memory or KINDS_OF_DEVICES[kind].memory)
     cluster = Cluster(
         nodes=int(nodes or 1),
         per_node=int(per_node),

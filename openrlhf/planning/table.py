@@ -10,7 +10,7 @@ from openrlhf.planning.usage import KINDS, Instant, Usage, gib
 from openrlhf.units import GIB, MIB
 
 SHOWN = tuple(instant for instant in Instant if instant is not Instant.IDLE)
-HEADINGS = {"kv_cache": "KV cache", "publication": "publication"}
+HEADINGS = {"kv_cache": "KV cache"}
 LABEL = 12  # width of the first column
 COLUMN = 12
 SMALL = 8 * GIB  # below this total, plans are shown in MiB
