@@ -42,8 +42,13 @@ def adamw(groups: list[dict[str, Any]], settings: OptimizerConfig) -> Optimizer:
 
     Loshchilov & Hutter 2019, arXiv:1711.05101
     """
+    return torch.optim.AdamW(groups, fused=True, **_adam(settings))
+
+
+def _adam(settings: OptimizerConfig) -> dict[str, Any]:
+    """Return the arguments of AdamW that are common to all implementations."""
     adam = settings.adam
-    return torch.optim.AdamW(groups, lr=adam.lr, betas=adam.betas, eps=adam.eps, fused=True)
+    return {"lr": adam.lr, "betas": adam.betas, "eps": adam.eps}
 
 
 def adamw_in_cpu_memory(groups: list[dict[str, Any]], settings: OptimizerConfig) -> Optimizer:
@@ -52,12 +57,11 @@ def adamw_in_cpu_memory(groups: list[dict[str, Any]], settings: OptimizerConfig)
 
     DeepSpeed's optimizer takes about a minute to compile on its first use.
     """
-    adam = settings.adam
     try:
         from deepspeed.ops.adam import DeepSpeedCPUAdam
 
         with compiling():
-            return DeepSpeedCPUAdam(groups, lr=adam.lr, betas=adam.betas, eps=adam.eps)
+            return DeepSpeedCPUAdam(groups, **_adam(settings))
     except Exception as error:  # a failing compiler may raise any exception
         warn(
             "--ds.adam_offload uses torch's AdamW: DeepSpeedCPUAdam could not be compiled "
@@ -69,14 +73,16 @@ def adamw_in_cpu_memory(groups: list[dict[str, Any]], settings: OptimizerConfig)
 @OPTIMIZERS.register("muon")
 def muon(groups: list[dict[str, Any]], settings: OptimizerConfig) -> Optimizer:
     """Return an optimizer with Muon for matrices and AdamW for all other parameters."""
-    adam = settings.adam
+    own = settings.muon
     for group in groups:
         if group["is_muon"]:
-            group["lr"] = settings.muon.lr
-            group["momentum"] = settings.muon.momentum
-            group["nesterov"] = settings.muon.nesterov
-            group["iterations"] = settings.muon.ns_steps
-    return Muon(groups, lr=adam.lr, betas=adam.betas, eps=adam.eps, fused=True)
+            group.update(
+                lr=own.lr,
+                momentum=own.momentum,
+                nesterov=own.nesterov,
+                iterations=own.ns_steps,
+            )
+    return Muon(groups, fused=True, **_adam(settings))
 
 
 @OPTIMIZERS.register("adam_8bit")
@@ -87,8 +93,7 @@ def adam_8bit(groups: list[dict[str, Any]], settings: OptimizerConfig) -> Optimi
     """
     from openrlhf.training.adam_8bit import Adam8bit  # bitsandbytes is optional
 
-    adam = settings.adam
-    return Adam8bit(groups, lr=adam.lr, betas=adam.betas, eps=adam.eps)
+    return Adam8bit(groups, **_adam(settings))
 
 
 def make_optimizer(
@@ -117,10 +122,8 @@ def parameter_groups(
     omitted, because schedulers fail on empty groups.
     """
     special: set[nn.Parameter] = set()
-    if traits.only_hidden_matrices:
-        special = _hidden_matrices(module)
-    elif traits.mark:
-        special = _large_weights(module, traits.min_special_size)
+    if traits.mark:
+        special = _special_parameters(module, traits)
     first: list[nn.Parameter] = []
     decayed: list[nn.Parameter] = []
     undecayed: list[nn.Parameter] = []
@@ -144,37 +147,29 @@ def parameter_groups(
     return [group for group in groups if group["params"]]
 
 
-def _hidden_matrices(module: nn.Module) -> set[nn.Parameter]:
-    """Return the matrices and stacks of matrices in hidden layers."""
-    matrices = {p for p in module.parameters() if len(full_shape(p)) >= 2}
-    return matrices - _parameters_outside_hidden_layers(module)
+def _special_parameters(module: nn.Module, traits: choices.OptimizerTraits) -> set[nn.Parameter]:
+    """Return the matrices and stacks of matrices in hidden layers, or all large weights.
 
-
-def _large_weights(module: nn.Module, min_size: int) -> set[nn.Parameter]:
-    """Return the weights with at least `min_size` elements, except for embeddings.
-
-    An embedding's row gets no gradient while its token does not occur. In 8 bits, the row's second
-    moments would become 0 before its first moments, and its next steps would be huge.
+    Embeddings are neither, and are recognized by their class or by their name (which adapters
+    keep). An embedding's row gets no gradient while its token does not occur. In 8 bits, the row's
+    second moments would become 0 before its first moments, and its next steps would be huge.
     """
-    large = {p for p in module.parameters() if math.prod(full_shape(p)) >= min_size}
+    special: set[nn.Parameter] = set()
+    for parameter in module.parameters():
+        shape = full_shape(parameter)
+        if traits.only_hidden_matrices:
+            is_special = len(shape) >= 2
+        else:
+            is_special = math.prod(shape) >= traits.min_special_size
+        if is_special:
+            special.add(parameter)
     for name, layer in module.named_modules():
-        if _is_embedding(name, layer):
-            large.difference_update(layer.parameters())
-    return large
-
-
-def _is_embedding(name: str, layer: nn.Module) -> bool:
-    """Return whether a layer is an embedding, by its class or by its name (which adapters keep)."""
-    return isinstance(layer, nn.Embedding) or "embed" in name
-
-
-def _parameters_outside_hidden_layers(module: nn.Module) -> set[nn.Parameter]:
-    """Return the parameters of embeddings, convolutions and the model's head."""
-    found: set[nn.Parameter] = set()
-    for name, layer in module.named_modules():
-        if _is_embedding(name, layer) or isinstance(layer, CONVOLUTIONS) or name == "head":
-            found.update(layer.parameters())
-    return found
+        is_excluded = isinstance(layer, nn.Embedding) or "embed" in name
+        if traits.only_hidden_matrices:
+            is_excluded = is_excluded or isinstance(layer, CONVOLUTIONS) or name == "head"
+        if is_excluded:
+            special.difference_update(layer.parameters())
+    return special
 
 
 def make_schedule(optimizer: Any, settings: OptimizerConfig, total_steps: int) -> Any:
