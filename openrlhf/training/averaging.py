@@ -81,20 +81,19 @@ class WeightAverage:
         """Set the model's weights, and its master weights if any, on every rank. Collective."""
         for name, parameter in self.parameters.items():
             model_weight = _model_weight(parameter)
-            shape = tuple(model_weight.shape)
-            if not self.sharded:
-                shape = full_shape(parameter)
-            weight = torch.empty(shape, dtype=torch.float32, device=model_weight.device)
-            if name in weights:
-                weight.copy_(weights[name])
+            device = model_weight.device
             if self.sharded:
+                weight = weights[name].to(device, torch.float32)
                 model_weight.copy_(weight)
-            else:
-                torch.distributed.broadcast(weight, src=0)
-                model_weight.copy_(part_of(parameter, weight))
-            if self.has_masters and self.sharded:
-                set_own_shard(parameter, weight)
-            elif self.has_masters:
+                if self.has_masters:
+                    set_own_shard(parameter, weight)
+                continue
+            weight = torch.empty(full_shape(parameter), dtype=torch.float32, device=device)
+            if self.strategy.is_main:
+                weight.copy_(weights[name])
+            torch.distributed.broadcast(weight, src=0)
+            model_weight.copy_(part_of(parameter, weight))
+            if self.has_masters:
                 set_own_master(parameter, own_part(parameter, weight))
 
     @property
