@@ -21,9 +21,9 @@ from openrlhf.models.stored_files import writable_configuration
 PREFIX = "base_model.model."  # prefix of tensor names in PEFT's files
 
 
-def with_adapters(
+def add_adapters(
     model: PreTrainedModel, lora: LoraConfig, *, path: str, seed: int, head: str | None = None
-) -> PreTrainedModel:
+) -> None:
     """Add new adapters to the model from `path`. New adapters do not change its outputs.
 
     Only the adapters and the scalar `head` are trained. The adapters are in float32 and depend only
@@ -54,7 +54,6 @@ def with_adapters(
     if head:
         settings.modules_to_save = [head]
         model.get_submodule(head).requires_grad_(True)
-    return model
 
 
 def scale_settings(lora: LoraConfig) -> dict[str, Any]:

@@ -12,16 +12,17 @@ from transformers import PreTrainedModel
 from transformers.modeling_layers import GradientCheckpointingLayer
 
 from openrlhf.config.flags import UserError
+from openrlhf.config.shared import TrainedModelConfig
 
 
-def checkpoint_layers(
-    model: PreTrainedModel, *, every: int = 1, reentrant: bool = False, offload: bool = False
-) -> None:
-    """Make every `every`-th layer keep only its input and run again in the backward pass.
+def checkpoint_layers(model: PreTrainedModel, settings: TrainedModelConfig) -> None:
+    """Make every N-th layer keep only its input and run again in the backward pass.
 
-    With `offload`, the inputs stay in CPU memory until the backward pass. Raises UserError for a
-    model whose layers do not support checkpointing.
+    The inputs may stay in CPU memory until the backward pass. Raises UserError for a model whose
+    layers do not support checkpointing.
     """
+    every = settings.gradient_checkpointing_every
+    offload = settings.gradient_checkpointing_offload
     layers: list[Any] = []
     for module in model.modules():
         if isinstance(module, GradientCheckpointingLayer):
@@ -33,7 +34,8 @@ def checkpoint_layers(
             "--model.gradient_checkpointing_offload (in RL: --actor.…), or, if they are not set, "
             "--model.gradient_checkpointing_enable."
         )
-    model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": reentrant})
+    arguments = {"use_reentrant": settings.gradient_checkpointing_reentrant}
+    model.gradient_checkpointing_enable(gradient_checkpointing_kwargs=arguments)
     for number, layer in enumerate(layers):
         if number % every:
             layer.gradient_checkpointing = False

@@ -26,7 +26,7 @@ from openrlhf.config.commands import ModelCommand
 from openrlhf.config.shared import DeepSpeedConfig, LoadingConfig, LoraConfig, TrainedModelConfig
 from openrlhf.layer_plan import split_patterns
 from openrlhf.models import packed_attention
-from openrlhf.models.adapters import unadapted_experts, with_adapters
+from openrlhf.models.adapters import add_adapters, unadapted_experts
 from openrlhf.models.checkpointing import checkpoint_layers
 from openrlhf.models.weights import ModelError, StoredWeights, odd_experts, require_finite
 from openrlhf.reporting import notice
@@ -57,10 +57,7 @@ class LoadSpec:
     path: str
     ds: LoadingConfig  # resolved settings, including the attention implementation actually used
     max_len: int | None = None  # number of tokens in the run's longest sequence
-    gradient_checkpointing: bool = False
-    checkpoint_every: int = 1  # only every N-th layer is checkpointed
-    checkpoint_offload: bool = False  # inputs of checkpointed layers are in CPU memory
-    reentrant: bool = False
+    training: TrainedModelConfig | None = None  # settings of gradient checkpointing
     trust_remote_code: bool = False
     lora: LoraConfig | None = None  # new adapters are added if its rank is above 0
     seed: int = 0  # random seed of new adapters
@@ -81,15 +78,7 @@ class LoadSpec:
 
     def trained(self, model: TrainedModelConfig, lora: LoraConfig, seed: int) -> Self:
         """Return the settings for training the same model, with adapters if `lora` has a rank."""
-        return replace(
-            self,
-            gradient_checkpointing=model.gradient_checkpointing_enable,
-            checkpoint_every=model.gradient_checkpointing_every,
-            checkpoint_offload=model.gradient_checkpointing_offload,
-            reentrant=model.gradient_checkpointing_reentrant,
-            lora=lora,
-            seed=seed,
-        )
+        return replace(self, training=model, lora=lora, seed=seed)
 
 
 def load_causal_lm(spec: LoadSpec) -> PreTrainedModel:
@@ -363,17 +352,12 @@ def prepare_model(
             # kernels for packed weights have no backward pass.
             layer.support_avx512bf16_for_cpu = False  # pyright: ignore[reportArgumentType]
     if spec.lora and spec.lora.rank:
-        model = with_adapters(model, spec.lora, path=spec.path, seed=spec.seed, head=head)
+        add_adapters(model, spec.lora, path=spec.path, seed=spec.seed, head=head)
         # without this call, a layer whose inputs require no gradient would get no gradient
-        if spec.reentrant:
+        if spec.training and spec.training.gradient_checkpointing_reentrant:
             model.enable_input_require_grads()
-    if spec.gradient_checkpointing:
-        checkpoint_layers(
-            model,
-            every=spec.checkpoint_every,
-            reentrant=spec.reentrant,
-            offload=spec.checkpoint_offload,
-        )
+    if spec.training and spec.training.gradient_checkpointing_enable:
+        checkpoint_layers(model, spec.training)
     return model
 
 

@@ -21,7 +21,7 @@ from transformers import AutoModelForCausalLM, AutoModelForSequenceClassificatio
 from openrlhf.checkpoints.export import export_hf
 from openrlhf.cli import lora_combiner
 from openrlhf.config.flags import UserError
-from openrlhf.config.shared import LoraConfig
+from openrlhf.config.shared import LoraConfig, TrainedModelConfig
 from openrlhf.core.batches import offsets_of
 from openrlhf.models.adapters import adapters_off
 from openrlhf.models.loading import STEP_TOKENS, LoadSpec, load_causal_lm, step_tokens
@@ -329,9 +329,10 @@ def test_gradient_checkpointing_does_not_change_adapter_gradients(
     path = save_tiny_model(tmp_path)
     found = []
     for checkpointing in (False, True):
-        hf: Any = load_causal_lm(
-            spec(path, gradient_checkpointing=checkpointing, reentrant=reentrant)
-        ).train()
+        training = TrainedModelConfig(
+            gradient_checkpointing_enable=checkpointing, gradient_checkpointing_reentrant=reentrant
+        )
+        hf: Any = load_causal_lm(spec(path, training=training)).train()
         hf(TOKENS, use_cache=False).logits.square().mean().backward()
         found.append([p.grad for n, p in hf.named_parameters() if "lora_B" in n])
     for plain, checkpointed in zip(*found, strict=True):

@@ -11,6 +11,7 @@ from torch.autograd.graph import saved_tensors_hooks
 from transformers import AutoModelForCausalLM
 
 from openrlhf.config.flags import UserError
+from openrlhf.config.shared import TrainedModelConfig
 from openrlhf.core.batches import offsets_of
 from openrlhf.models import checkpointing
 from openrlhf.models.checkpointing import checkpoint_layers
@@ -29,7 +30,8 @@ def path(tmp_path_factory: pytest.TempPathFactory) -> str:
 
 def loss_and_gradients(path: str, **flags: Any) -> tuple[list[Tensor], list[int]]:
     """Return the loss, all gradients, and the number of times that each layer ran."""
-    model = PolicyModel.load(load_spec(path, packing=True, **flags)).train()
+    training = TrainedModelConfig(**flags)
+    model = PolicyModel.load(load_spec(path, packing=True, training=training)).train()
     runs = [0] * LAYERS
     decoder: Any = model.hf.get_decoder()
     for number, layer in enumerate(decoder.layers):
@@ -57,10 +59,10 @@ def test_every_nth_layer_is_recomputed_and_gradients_do_not_change(
     assert runs == [1] * LAYERS
     found, runs = loss_and_gradients(
         path,
-        gradient_checkpointing=True,
-        checkpoint_every=every,
-        checkpoint_offload=offload,
-        reentrant=reentrant,
+        gradient_checkpointing_enable=True,
+        gradient_checkpointing_every=every,
+        gradient_checkpointing_offload=offload,
+        gradient_checkpointing_reentrant=reentrant,
     )
     assert runs == [2 if number % every == 0 else 1 for number in range(LAYERS)]
     torch.testing.assert_close(found, expected)
@@ -91,16 +93,20 @@ def test_offload_stores_only_the_inputs_of_recomputed_layers(
     monkeypatch.setattr(checkpointing, "save_on_cpu", in_cpu_memory)
     found, _ = loss_and_gradients(
         path,
-        gradient_checkpointing=True,
-        checkpoint_every=2,
-        checkpoint_offload=True,
-        reentrant=reentrant,
+        gradient_checkpointing_enable=True,
+        gradient_checkpointing_every=2,
+        gradient_checkpointing_offload=True,
+        gradient_checkpointing_reentrant=reentrant,
     )
     assert stored == loaded == [(1, sum(LENGTHS), HIDDEN)] * 3
     torch.testing.assert_close(found, expected)
 
 
-@pytest.mark.parametrize("flags", [{"every": 2}, {"offload": True}, {}], ids=str)
+@pytest.mark.parametrize(
+    "flags",
+    [{"gradient_checkpointing_every": 2}, {"gradient_checkpointing_offload": True}, {}],
+    ids=str,
+)
 def test_model_without_gradient_checkpointing_support_is_rejected(
     path: str, flags: dict[str, Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -110,4 +116,4 @@ def test_model_without_gradient_checkpointing_support_is_rejected(
     else:
         monkeypatch.setattr(type(hf), "supports_gradient_checkpointing", False)
     with pytest.raises(UserError, match="gradient_checkpointing"):
-        checkpoint_layers(hf, **flags)
+        checkpoint_layers(hf, TrainedModelConfig(**flags))

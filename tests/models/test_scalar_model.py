@@ -18,6 +18,7 @@ from torch import Tensor
 from transformers import AutoModelForSequenceClassification, AutoTokenizer, BertConfig, CohereConfig
 
 from openrlhf.checkpoints.export import export_hf
+from openrlhf.config.shared import TrainedModelConfig
 from openrlhf.core.batches import Layout, offsets_of
 from openrlhf.models import packed_attention
 from openrlhf.models.head import OutputHead
@@ -317,7 +318,8 @@ def test_gradient_checkpointing_does_not_change_gradients(tmp_path: Path) -> Non
     tokens, offsets = batch()
     gradients = []
     for checkpointing in (False, True):
-        model = load_scalar(spec(path, gradient_checkpointing=checkpointing), seed=3).train()
+        training = TrainedModelConfig(gradient_checkpointing_enable=checkpointing)
+        model = load_scalar(spec(path, training=training), seed=3).train()
         model(tokens, offsets).values.square().sum().backward()
         gradients.append([p.grad for p in model.parameters()])
     for ours, theirs in zip(*gradients, strict=True):

@@ -14,7 +14,7 @@ from transformers import AutoModelForCausalLM
 
 from openrlhf.algorithms.preference_losses import PREFERENCE_LOSSES
 from openrlhf.config.supervised import DPOConfig
-from openrlhf.models.adapters import with_adapters
+from openrlhf.models.adapters import add_adapters
 from openrlhf.models.scalar import load_scalar
 from tests.loading import load_spec
 from tests.ranks import run_ranks
@@ -273,7 +273,7 @@ def expected_adapted(models: tuple[str, str]) -> dict[str, dict[str, Any]]:
             AutoModelForCausalLM.from_pretrained(path, dtype=torch.float64)
             for path in (models[0], *models)
         )
-        with_adapters(hf, ADAPTERS[kind], path=models[0], seed=DPOConfig().train.seed)
+        add_adapters(hf, ADAPTERS[kind], path=models[0], seed=DPOConfig().train.seed)
         trained = [parameter for parameter in hf.parameters() if parameter.requires_grad]
         optimizer = torch.optim.AdamW(
             trained, lr=FLAGS["adam.lr"], betas=(0.9, 0.95), eps=FLAGS["adam.eps"], weight_decay=0
