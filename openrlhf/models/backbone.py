@@ -5,7 +5,7 @@ from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
 import torch
-from jaxtyping import Float, Int
+from jaxtyping import Bool, Float, Int
 from torch import Tensor, nn
 from transformers import PretrainedConfig, PreTrainedModel
 
@@ -68,20 +68,20 @@ class Decoded:
             if self.places is None:
                 return values
             places = self.places
-        return self.joined(values, places, self.num_tokens)
-
-    def joined(
-        self, values: Float[Tensor, "k ..."], rows: Int[Tensor, " k"], count: int
-    ) -> Float[Tensor, "K ..."]:
-        """Return `count` rows that hold the values of all ranks, with 0 in the remaining rows.
-
-        Collective.
-        """
-        blank = values.new_zeros(count, *values.shape[1:])
-        filled = blank.index_put((rows,), values)
+        blank = values.new_zeros(self.num_tokens, *values.shape[1:])
+        filled = blank.index_put((places,), values)
         if self.ring:
             return self.ring.sum(filled)
         return filled
+
+    def only(self, wanted: Bool[Tensor, " N"]) -> "Decoded":
+        """Return the part at the K `wanted` positions, as if these were the entire batch."""
+        positions = wanted.nonzero()[:, 0]
+        held = self.held(positions)
+        places: Tensor | None = None
+        if self.places is not None:
+            places = torch.searchsorted(positions, held)
+        return replace(self, states=self.at(held), num_tokens=len(positions), places=places)
 
 
 def has_balanced_experts(hf: PreTrainedModel) -> bool:

@@ -1,7 +1,6 @@
 """Causal language models as functions from tokens to their log-probabilities."""
 
 from collections.abc import Callable
-from dataclasses import dataclass
 from functools import partial
 from typing import Any, NamedTuple, Self, TypeVar
 
@@ -11,7 +10,7 @@ from torch import Tensor
 from torch.nn.functional import linear
 from transformers import PreTrainedModel
 
-from openrlhf.models.backbone import Decoded, HeadedModel, Outputs
+from openrlhf.models.backbone import HeadedModel, Outputs
 from openrlhf.models.head import OutputHead
 from openrlhf.models.loading import LoadSpec, load_causal_lm, reject_transformed_logits
 
@@ -95,25 +94,6 @@ class LogitSource(NamedTuple):
         return logits.to(torch.promote_types(logits.dtype, torch.float32))
 
 
-@dataclass(frozen=True, kw_only=True)
-class OwnStates:
-    """This rank's part of the states at K positions of a flat batch."""
-
-    decoded: Decoded
-    states: Float[Tensor, "k H"]
-    rows: Int[Tensor, " k"]  # the index of each state among the K positions
-    count: int  # K
-
-    def joined(self, values: Float[Tensor, "k ..."]) -> Float[Tensor, "K ..."]:
-        """Combine the values of all ranks, one per state.
-
-        All ranks of a ring must call this method.
-        """
-        if self.decoded.places is None:
-            return values
-        return self.decoded.joined(values, self.rows, self.count)
-
-
 class LogitModel(PolicyModel):
     """A language model that also computes functions of its logits.
 
@@ -142,28 +122,20 @@ class LogitModel(PolicyModel):
         reduce: Callable[[Tensor, slice | Tensor], Tensor],
     ) -> Outputs:
         """Return the result of `reduced_logits`."""
-        own = self._own_states(tokens, offsets, at)
+        own = self.decode(tokens, offsets).only(at)
 
         def reduce_own(logits: Tensor, chunk: slice) -> Tensor:
-            if own.decoded.places is None:
+            if own.places is None:
                 return reduce(logits, chunk)
-            return reduce(logits, own.rows[chunk])
+            return reduce(logits, own.places[chunk])
 
         values = self.head.reduced(own.states, reduce_own)
-        return Outputs(own.joined(values), own.decoded.aux_loss)
+        return Outputs(own.column(values), own.aux_loss)
 
     def source(self, tokens: Tensor, offsets: Tensor, at: Tensor) -> LogitSource:
         """Return the result of `logit_source`."""
-        own = self._own_states(tokens, offsets, at)
-        weight, bias = self.head.weights()
-        return LogitSource(own.joined(own.states).detach(), weight, bias)
-
-    def _own_states(self, tokens: Tensor, offsets: Tensor, at: Tensor) -> OwnStates:
-        decoded = self.decode(tokens, offsets)
-        places = at.nonzero()[:, 0]
-        held = decoded.held(places)
-        rows = torch.searchsorted(places, held)
-        return OwnStates(decoded=decoded, states=decoded.at(held), rows=rows, count=len(places))
+        own = self.decode(tokens, offsets).only(at)
+        return LogitSource(own.column(own.states).detach(), *self.head.weights())
 
 
 def reduced_logits(

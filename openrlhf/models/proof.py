@@ -12,6 +12,7 @@ from transformers import PretrainedConfig, PreTrainedModel
 
 from openrlhf.checks import Finding
 from openrlhf.core.batches import Layout, offsets_of
+from openrlhf.models.backbone import Decoded
 from openrlhf.models.loading import end_tokens
 from openrlhf.models.packed_attention import UnsupportedAttentionError
 from openrlhf.models.policy import PolicyModel
@@ -192,7 +193,11 @@ def _find_fault(model: CheckedModel, case: _Case) -> str | None:
     numbers, gradient = _differentiate(model.hf, score_in_layout)
     gradient = gradient.flatten(0, 1)
     if model.ring:
-        gradient = _joined(gradient, RingRow(model.ring, case.lengths))
+        row = RingRow(model.ring, case.lengths)
+        padded_length = row.num_tokens + row.padding
+        places = row.places(tokens.device)
+        part = Decoded(states=gradient, num_tokens=padded_length, ring=model.ring, places=places)
+        gradient = part.column(gradient)[: len(tokens)]
     rows = torch.arange(len(tokens), device=tokens.device)
     if not model.packing:
         rows = Layout.of(offsets).real.flatten().nonzero()[:, 0]
@@ -237,13 +242,6 @@ def _differentiate(hf: PreTrainedModel, forward: Callable[[], Tensor]) -> tuple[
     with hf.get_input_embeddings().register_forward_hook(cut):
         numbers = forward()
     return numbers.detach(), torch.autograd.grad(numbers.sum(), leaves[0])[0]
-
-
-def _joined(gradient: Tensor, row: RingRow) -> Tensor:
-    """Assemble a row's gradient from its parts; all ranks of the ring must call this function."""
-    padded = gradient.new_zeros(row.num_tokens + row.padding, gradient.shape[-1])
-    padded[row.places(gradient.device)] = gradient
-    return row.ring.sum(padded)[: row.num_tokens]
 
 
 def _score_alone(model: CheckedModel, sequence: Tensor) -> Tensor:
