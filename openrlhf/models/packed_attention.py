@@ -20,7 +20,7 @@ from torch.nn.attention.varlen import varlen_attn
 from torch.nn.functional import scaled_dot_product_attention
 from transformers import AttentionInterface, PreTrainedModel
 
-from openrlhf.models.ring_attention import RingRow, ring_attention
+from openrlhf.models.ring_attention import RingRow, kernel_dtype, ring_attention
 from openrlhf.models.shared_prefixes import sharing
 
 NAME = "packed_sdpa"
@@ -73,8 +73,21 @@ def packed_sdpa(
         return attended.transpose(1, 2), None
     assert document_lengths is not None
     if document_offsets is not None and dropout == 0 and _flash_computes(query, value):
+        offsets = document_offsets.to(query.device)  # the model's layers may be on several GPUs
         longest = max(document_lengths)
-        return _flash(query, key, value, document_offsets, longest, scaling, sliding_window), None
+        flash: Any = varlen_attn(
+            query[0].transpose(0, 1),
+            key[0].transpose(0, 1),
+            value[0].transpose(0, 1),
+            offsets,
+            offsets,
+            longest,
+            longest,
+            scale=scaling,
+            window_size=(-1 if sliding_window is None else sliding_window - 1, 0),
+            **GROUPED,
+        )
+        return flash[None], None
     attended = _attend_to_documents(
         query, key, value, list(document_lengths), dropout, scaling, sliding_window
     )
@@ -95,10 +108,7 @@ def _attend_to_documents(
     Returns (1, N, H, D).
     """
     grouped = query.shape[1] != key.shape[1]
-    dtype = query.dtype
-    if not query.is_cuda:
-        # On a CPU, PyTorch's attention is twice as fast in float32 as in bfloat16.
-        dtype = torch.promote_types(dtype, torch.float32)
+    dtype = kernel_dtype(query)
 
     def attend(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         mask = _window_mask(q.shape[2], window, q.device)
@@ -125,35 +135,6 @@ def _flash_computes(query: Tensor, value: Tensor) -> bool:
     head_dim = query.shape[-1]
     fits = head_dim == value.shape[-1] and head_dim % 8 == 0 and head_dim <= WIDEST_HEAD
     return fits and query.dtype in (torch.bfloat16, torch.float16)
-
-
-def _flash(
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    offsets: Tensor,
-    longest: int,
-    scaling: float | None,
-    window: int | None,
-) -> Tensor:
-    """Compute attention for all documents in one call of PyTorch's FlashAttention.
-
-    Returns (1, N, H, D).
-    """
-    offsets = offsets.to(query.device)  # the model's layers may be on several GPUs
-    attended: Any = varlen_attn(
-        query[0].transpose(0, 1),
-        key[0].transpose(0, 1),
-        value[0].transpose(0, 1),
-        offsets,
-        offsets,
-        longest,
-        longest,
-        scale=scaling,
-        window_size=(-1 if window is None else window - 1, 0),
-        **GROUPED,
-    )
-    return attended[None]
 
 
 def _window_mask(length: int, window: int | None, device: torch.device) -> Tensor | None:

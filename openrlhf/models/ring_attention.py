@@ -60,7 +60,7 @@ class RingRow:
         documents = [length for length in (*lengths, self.padding) if length]
         self.borders = (0, *accumulate(documents))  # start of each document, and the end of the row
         self.chunk = (self.num_tokens + self.padding) // (CHUNKS_PER_RANK * ring.size)
-        self._blocks = lru_cache(maxsize=None)(self._find_blocks)
+        self.blocks = lru_cache(maxsize=None)(self._find_blocks)
 
     def chunk_starts(self, rank: int) -> tuple[int, int]:
         """Return the positions in the row at which a rank's chunks begin."""
@@ -77,11 +77,8 @@ class RingRow:
         padded = torch.nn.functional.pad(row, (0, self.padding))
         return padded[self.places(row.device)]
 
-    def blocks(self, source: int, window: int | None) -> list[Block]:
-        """Return the blocks of this rank's queries and the keys of rank `source`."""
-        return self._blocks(source, window)
-
     def _find_blocks(self, source: int, window: int | None) -> list[Block]:
+        """Return the blocks of this rank's queries and the keys of rank `source`."""
         found: list[Block] = []
         for query_number, query_start in enumerate(self.chunk_starts(self.ring.rank)):
             for key_number, key_start in enumerate(self.chunk_starts(source)):
@@ -192,7 +189,7 @@ class _RingAttention(torch.autograd.Function):
         scale: float,
         window: int | None,
     ) -> Tensor:
-        dtype = _kernel_dtype(query)
+        dtype = kernel_dtype(query)
         grouped = query[0].unflatten(0, (key.shape[1], -1)).to(dtype)
         shape = (*grouped.shape[:-1], value.shape[-1])
         output = torch.zeros(shape, dtype=torch.float32, device=query.device)
@@ -259,15 +256,14 @@ class _RingAttention(torch.autograd.Function):
 def _travelling(ring: Ring, block: Tensor) -> Iterator[tuple[int, Tensor]]:
     """Yield the block that this rank holds in each round, while the next block is arriving."""
     held = block.contiguous()
-    for turn in range(ring.size):
-        if turn + 1 == ring.size:
-            yield turn, held
-            return
+    last = ring.size - 1
+    for turn in range(last):
         following, requests = ring.shift(held)
         yield turn, held
         for request in requests:
             request.wait()
         held = following
+    yield last, held
 
 
 def _shifted(ring: Ring, block: Tensor) -> Tensor:
@@ -279,8 +275,8 @@ def _shifted(ring: Ring, block: Tensor) -> Tensor:
     return received
 
 
-def _kernel_dtype(states: Tensor) -> torch.dtype:
-    """Return the dtype to compute in. On a CPU, float32 halves the kernels' run time."""
+def kernel_dtype(states: Tensor) -> torch.dtype:
+    """Return the dtype to compute attention in. On a CPU, float32 halves the kernels' run time."""
     if states.is_cuda:
         return states.dtype
     return torch.promote_types(states.dtype, torch.float32)
