@@ -12,7 +12,7 @@ Liu et al. 2023, arXiv:2310.01889. The row is cut into 2·size chunks, and rank 
 from bisect import bisect_right
 from collections.abc import Iterator, Sequence
 from functools import lru_cache
-from itertools import accumulate
+from itertools import accumulate, pairwise
 from typing import Any, NamedTuple
 
 import torch
@@ -84,13 +84,9 @@ class RingRow:
             for key_number, key_start in enumerate(self.chunk_starts(source)):
                 if key_start > query_start:
                     continue
-                if key_start == query_start:
-                    pieces = self._on_diagonal(query_start, window)
-                else:
-                    pieces = self._before(query_start, key_start, window)
                 to_own_queries = query_number * self.chunk - query_start
                 to_own_keys = key_number * self.chunk - key_start
-                for piece in pieces:
+                for piece in self._pieces(query_start, key_start, window):
                     queries, keys = piece.queries, piece.keys
                     found.append(
                         piece._replace(
@@ -100,35 +96,32 @@ class RingRow:
                     )
         return found
 
-    def _on_diagonal(self, start: int, window: int | None) -> Iterator[Block]:
-        """Yield the blocks inside a chunk: a causal square for each document.
-
-        With a window, a document is cut into squares as wide as the window. Each square also
-        attends to the preceding square.
-        """
-        end = start + self.chunk
-        document = bisect_right(self.borders, start) - 1
-        while self.borders[document] < end:
-            first = max(start, self.borders[document])
-            last = min(end, self.borders[document + 1])
-            document += 1
-            for begin in range(first, last, window or self.chunk):
-                square = slice(begin, min(last, begin + (window or self.chunk)))
-                yield Block(square, square, causal=True)
-                if begin > first and window:
-                    yield from _rectangle(square, slice(begin - window, begin), window)
-            if document == len(self.borders) - 1:
-                return
-
-    def _before(self, query_start: int, key_start: int, window: int | None) -> Iterator[Block]:
-        """Yield the block of the document that spans an earlier and a later chunk."""
+    def _pieces(self, query_start: int, key_start: int, window: int | None) -> Iterator[Block]:
+        """Yield the blocks of a chunk's queries and the keys of the same or an earlier chunk."""
         document = bisect_right(self.borders, query_start) - 1
-        begin = self.borders[document]
-        end = self.borders[document + 1]
-        queries = slice(query_start, min(end, query_start + self.chunk))
-        keys = slice(max(begin, key_start), key_start + self.chunk)
-        if keys.start < keys.stop:
-            yield from _rectangle(queries, keys, window)
+        for begin, end in pairwise(self.borders[document:]):
+            if begin >= query_start + self.chunk:
+                return
+            queries = slice(max(begin, query_start), min(end, query_start + self.chunk))
+            keys = slice(max(begin, key_start), min(end, key_start + self.chunk))
+            if queries == keys:
+                yield from _squares(queries, window)
+            elif keys.start < keys.stop:
+                yield from _rectangle(queries, keys, window)
+
+
+def _squares(span: slice, window: int | None) -> Iterator[Block]:
+    """Yield the blocks of a document inside a chunk: a causal square.
+
+    With a window, the document is cut into squares as wide as the window. Each square also attends
+    to the preceding square.
+    """
+    width = window or span.stop - span.start
+    for begin in range(span.start, span.stop, width):
+        square = slice(begin, min(span.stop, begin + width))
+        yield Block(square, square, causal=True)
+        if begin > span.start:
+            yield from _rectangle(square, slice(begin - width, begin), window)
 
 
 def _moved(places: slice, by: int) -> slice:
