@@ -55,8 +55,7 @@ def _saved(role: ModelRole, batch: Pass, constants: Constants) -> tuple[float, f
     shape, b = role.shape, role.width
     layers = 0.0
     largest = 0.0
-    windows = shape.windows or (None,) * shape.layers
-    for number, window in enumerate(windows):
+    for number, window in enumerate(shape.windows):
         layer = _layer(role, batch, window, constants)
         if role.gradient_checkpointing and number % role.checkpoint_every == 0:
             largest = max(largest, layer)
@@ -108,6 +107,7 @@ def _attention(role: ModelRole, batch: Pass, constants: Constants) -> float:
     """Return how many bytes attention saves per token: queries, keys, values and outputs."""
     shape, b = role.shape, role.width
     queries, keys = shape.queries / role.tp, shape.keys / role.tp
+    states = 2 * queries + 2 * keys
     statistics = 4 * shape.heads / role.tp  # the scores' log-sum-exp
     norms = 0.0
     if shape.qk_norm:
@@ -115,10 +115,10 @@ def _attention(role: ModelRole, batch: Pass, constants: Constants) -> float:
         if not role.full_training:
             norms = 4 * (queries + keys)
     if role.flash:
-        return b * (2 * queries + 2 * keys) + statistics + norms
+        return b * states + statistics + norms
     if batch.packed:
         kernel = 4 if constants.device == "cpu" else b  # a CPU computes attention in float32
-        return kernel * (2 * queries + 2 * keys) + b * queries + statistics + norms
+        return kernel * states + b * queries + statistics + norms
     # Transformers repeats keys and values for every query head if there is a mask.
     return b * 4 * queries + statistics + norms
 
@@ -169,14 +169,13 @@ def _logits(role: ModelRole, batch: Pass) -> tuple[float, float]:
     chunk = rows * shape.vocabulary
     copies = 4 if b < 4 else 0  # logits in float32
     previous = b if batch.scored > rows else 0  # the previous chunk is freed late
-    forward = b + copies + 4 + previous
+    forward = backward = b + copies + 4 + previous
     if role.entropy:
         forward += 12
     if role.keeps_logits:
         forward += 8
     if role.teacher_logits:
         forward += 8 + b  # the teacher's logits (as computed, and in float32) and probabilities
-    backward = b + copies + 4 + previous
     if role.keeps_logits:
         backward += 16
     if role.teacher_logits:

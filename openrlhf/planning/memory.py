@@ -291,8 +291,8 @@ class RoleMemory:
         if role.sharded and on_cpu:
             # the files' pages count as memory while each rank copies its part of them
             read = role.width * role.shape.parameters + 8 * role.shape.largest_weight
-            reading = Usage(weights=self.resting_bytes + read)
-            candidates.append(replace(reading, framework=idle.framework))
+            reading = Usage(weights=self.resting_bytes + read, framework=idle.framework)
+            candidates.append(reading)
         elif on_cpu and not role.trained and role.width < role.shape.stored_width:
             # the files' pages count as memory until all of their weights are rounded
             read = role.shape.stored_width * role.shape.parameters

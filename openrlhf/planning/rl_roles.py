@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 from dataclasses import replace
-from typing import Any
 
 from openrlhf.config.groups import role_groups
 from openrlhf.config.ppo import PPOConfig
@@ -57,7 +56,7 @@ def _rl_roles(config: PPOConfig, role: str, ranks: int, on_gpus: bool) -> list[M
         return [replace(model, param_offload=config.ref.offload)]
     optimizer = config.critic.optim if role == "critic" else actor.optim
     model = trained_role(model, config, optimizer, actor, ranks)
-    model = replace(model, **_rl_training(config, ranks))
+    model = _with_training(model, config, ranks)
     if role == "critic":
         return [replace(model, ema=False)]
     return [
@@ -85,8 +84,8 @@ def _reward_models(config: PPOConfig, scoring: Pass, ranks: int, on_gpus: bool) 
     return models
 
 
-def _rl_training(config: PPOConfig, ranks: int) -> dict[str, Any]:
-    """Return the largest training pass of policy and critic, and the micro-batches per step."""
+def _with_training(role: ModelRole, config: PPOConfig, ranks: int) -> ModelRole:
+    """Return the role with its largest training pass and its micro-batches per step."""
     train = config.train
     budget = train.max_tokens_per_gpu if train.dynamic_batch_enable else None
     of_rank = max(1, train.batch_size // config.ds.data_slices(ranks))
@@ -95,7 +94,7 @@ def _rl_training(config: PPOConfig, ranks: int) -> dict[str, Any]:
     per_micro = micro
     if budget:
         per_micro = max(1, budget * config.ds.ranks_per_slice // config.data.max_len)
-    return {"training": batch, "window": math.ceil(of_rank / per_micro)}
+    return replace(role, training=batch, window=math.ceil(of_rank / per_micro))
 
 
 def _rl_pass(config: PPOConfig, samples: int, budget: int | None) -> Pass:

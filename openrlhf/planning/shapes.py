@@ -79,7 +79,7 @@ class ModelShape:
     shared_intermediate: int = 0  # intermediate size of the shared expert, which all tokens use
     qk_norm: bool = False
     norms_per_layer: int = 2
-    windows: tuple[int | None, ...] = ()  # sliding window of each layer, in tokens
+    windows: tuple[int | None, ...]  # sliding window of each layer, in tokens
     scalar: bool = False  # True if the output layer has one output
     stored_width: int = 4  # bytes per parameter in the model's files
 

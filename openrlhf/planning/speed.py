@@ -73,7 +73,7 @@ def layer_operations(role: ModelRole | EngineRole, length: int) -> float:
 def _attention_operations(shape: ModelShape, length: int) -> float:
     """Return the operations per token of the products of queries, keys and values."""
     context = 0.0  # number of tokens that a token attends to, summed over the layers
-    for window in shape.windows or (None,) * shape.layers:
+    for window in shape.windows:
         seen = min(window or length, length)
         context += seen - seen**2 / (2 * length)
     return 4 * shape.queries * context

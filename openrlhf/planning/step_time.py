@@ -60,26 +60,28 @@ def _first_pass_seconds(
 
     The reference or the teacher runs these passes. For KTO's KL, the policy also runs such a pass.
     """
-    length = config.data.max_len
     policy, *frozen = roles
-    seconds = 0.0
-    if isinstance(config, KTOConfig):  # each trained text has a second text for the KL
-        assert policy.training
-        tokens = _batch_tokens(config, policy, policy.training)
-        seconds += speed.scoring_seconds(policy, cluster, tokens=tokens, length=length)
-    if isinstance(config, ReferencedConfig):
-        is_precomputed = isinstance(config, DPOConfig) and config.ref.precompute
-        if is_precomputed or not config.needs_reference:
-            return seconds
-        if config.reference_is_policy:
+    if isinstance(config, DPOConfig) and config.ref.precompute:
+        frozen = []
+    elif isinstance(config, ReferencedConfig):
+        if config.needs_reference and config.reference_is_policy:
             frozen = [policy]  # with its adapters disabled
+    passes = [(role, role.scoring) for role in frozen]
+    if isinstance(config, KTOConfig):  # each trained text has a second text for the KL
+        passes.insert(0, (policy, policy.training))
     heads: float | None = None
     if isinstance(config, KDConfig) and config.kd.top_k is None:
         heads = 2  # the student's forward and backward passes run the teacher's output layer
-    for role in frozen:
-        assert role.scoring
-        tokens = _batch_tokens(config, role, role.scoring)
-        seconds += speed.scoring_seconds(role, cluster, tokens=tokens, length=length, heads=heads)
+    seconds = 0.0
+    for role, batch in passes:
+        assert batch
+        seconds += speed.scoring_seconds(
+            role,
+            cluster,
+            tokens=_batch_tokens(config, role, batch),
+            length=config.data.max_len,
+            heads=heads,
+        )
     return seconds
 
 
