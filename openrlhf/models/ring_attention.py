@@ -183,7 +183,7 @@ class _RingAttention(torch.autograd.Function):
         window: int | None,
     ) -> Tensor:
         dtype = kernel_dtype(query)
-        grouped = query[0].unflatten(0, (key.shape[1], -1)).to(dtype)
+        grouped = _grouped(query, key, dtype)
         shape = (*grouped.shape[:-1], value.shape[-1])
         output = torch.zeros(shape, dtype=torch.float32, device=query.device)
         lse = torch.full(shape[:-1], float("-inf"), dtype=torch.float32, device=query.device)
@@ -212,8 +212,8 @@ class _RingAttention(torch.autograd.Function):
         query, key, value, output, lse = ctx.saved_tensors
         row: RingRow = ctx.row
         dtype = output.dtype
-        grouped = query[0].unflatten(0, (key.shape[1], -1)).to(dtype)
-        of_output = gradient[0].unflatten(0, (key.shape[1], -1)).to(dtype)
+        grouped = _grouped(query, key, dtype)
+        of_output = _grouped(gradient, key, dtype)
         of_query = torch.zeros(grouped.shape, dtype=torch.float32, device=query.device)
         sizes = [key.shape[-1], value.shape[-1]]
         packed = torch.cat([key[0], value[0]], -1)
@@ -244,6 +244,11 @@ class _RingAttention(torch.autograd.Function):
             None,
             None,
         )
+
+
+def _grouped(states: Tensor, key: Tensor, dtype: torch.dtype) -> Tensor:
+    """Return states (1, H, n, D) with two head axes: (H_kv, H // H_kv, n, D)."""
+    return states[0].unflatten(0, (key.shape[1], -1)).to(dtype)
 
 
 def _travelling(ring: Ring, block: Tensor) -> Iterator[tuple[int, Tensor]]:
