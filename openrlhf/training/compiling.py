@@ -26,17 +26,14 @@ def compiling() -> Iterator[None]:
 
     folder = Path(os.environ.get("TORCH_EXTENSIONS_DIR") or get_default_build_root())
     folder.mkdir(parents=True, exist_ok=True)
-    descriptor = os.open(folder / TURNS, os.O_RDWR | os.O_CREAT, 0o666)
-    try:
+    with (folder / TURNS).open("a") as turns:
         with suppress(OSError):  # the file system does not support locks
-            fcntl.flock(descriptor, fcntl.LOCK_EX)
+            fcntl.flock(turns, fcntl.LOCK_EX)
         for lock in (*folder.glob("*/lock"), *folder.glob("*/*/lock")):
             if is_abandoned(lock):
                 lock.unlink(missing_ok=True)
                 notice(f"Removed {lock}, which a killed compilation left behind.")
         yield
-    finally:
-        os.close(descriptor)
 
 
 def is_abandoned(lock: Path) -> bool:
