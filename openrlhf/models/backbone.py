@@ -93,9 +93,9 @@ def has_balanced_experts(hf: PreTrainedModel) -> bool:
 def _document_arguments(offsets: Tensor, attention: str) -> dict[str, Any]:
     """Return a packed row's document boundaries as arguments for the attention function in use."""
     lengths = offsets.diff()
-    if attention == packed_attention.NAME:
-        return {"document_lengths": lengths.tolist(), "document_offsets": offsets.int()}
     cumulative = offsets.int()
+    if attention == packed_attention.NAME:
+        return {"document_lengths": lengths.tolist(), "document_offsets": cumulative}
     longest = int(lengths.max())
     return {
         "cu_seq_lens_q": cumulative,
