@@ -79,7 +79,8 @@ ASKED_FOR = {
 # Each flag must be read as `section.flag` in at least one module.
 TRAINING = (
     "launch.offline launch.beginning trainers.tasks trainers.supervised trainers.best "
-    "observability.recorder observability.trackers models.adapters"
+    "observability.recorder observability.trackers models.adapters models.loading "
+    "models.checkpointing"
 )
 READERS = {
     "lora_combiner": "checkpoints.combine",
@@ -94,7 +95,8 @@ READERS = {
     "trainers.evaluation trainers.checkpointing trainers.model_update "
     "trainers.experience_maker rewards.rule rewards.function rewards.preview "
     "observability.recorder observability.trackers data.rows data.prompts data.first_look "
-    "trainers.sources trainers.async_source trainers.stages models.adapters workers.base "
+    "trainers.sources trainers.async_source trainers.stages models.adapters models.loading "
+    "models.checkpointing workers.base "
     "workers.policy workers.critic workers.frozen checkpoints.manager rollout.fleet "
     "cluster.placement",
     "serve_rm": "serving.server serving.scorer models.loading",
@@ -117,7 +119,8 @@ ALSO_CALLED = {
     "eval": {"evaluation"},
     "reward": {"flags", "rule"},
     "logger": {"config"},
-    "model": {"model_config", "flags"},
+    "model": {"model_config", "flags", "settings", "training"},
+    "actor": {"settings", "training"},
     "kto": {"flags"},
     "critic": {"optimizer"},
 }
