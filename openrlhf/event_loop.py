@@ -22,8 +22,9 @@ class EventLoopThread:
         return asyncio.run_coroutine_threadsafe(work, self._loop)
 
     def close(self) -> None:
-        """Stop the loop and its thread."""
+        """Stop the loop and its thread.
+
+        The loop stays open, because threads that worked for it may still report their results.
+        """
         self._loop.call_soon_threadsafe(self._loop.stop)
         self._thread.join(timeout=5)
-        if not self._thread.is_alive():
-            self._loop.close()

@@ -1,6 +1,5 @@
 """Masks passwords, tokens and keys in flag values and messages before they are written."""
 
-import json
 import re
 from collections.abc import Mapping, Sequence
 from typing import Any, cast
@@ -19,11 +18,7 @@ ENTRY = re.compile(
     rf"(?:.*[_-])?(?:{KINDS}|secret|passwd|password|authorization|credentials?)|token",
     re.IGNORECASE,
 )
-# A masked part of a value in JSON: a user name, a parameter or an entry.
-MARK = re.compile(
-    rf'://{re.escape(HIDDEN)}@|[?&;#]{NAME}={re.escape(HIDDEN)}|": "{re.escape(HIDDEN)}"',
-    re.IGNORECASE,
-)
+MARK = re.compile(rf"://{re.escape(HIDDEN)}@|[?&;#]{NAME}={re.escape(HIDDEN)}", re.IGNORECASE)
 
 
 def without_secrets(text: str) -> str:
@@ -48,7 +43,14 @@ def hide(value: Any) -> Any:
 
 def is_hidden(value: Any) -> bool:
     """Return whether part of a flag's value was masked when it was written."""
-    return MARK.search(json.dumps(value, ensure_ascii=False, default=str)) is not None
+    if isinstance(value, str):
+        return MARK.search(value) is not None
+    if isinstance(value, Mapping):
+        entries = cast("Mapping[str, Any]", value)
+        return any(entry == HIDDEN or is_hidden(entry) for entry in entries.values())
+    if isinstance(value, list | tuple):
+        return any(is_hidden(each) for each in cast("Sequence[Any]", value))
+    return False
 
 
 def _hide_entry(name: str, entry: Any) -> Any:

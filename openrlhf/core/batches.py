@@ -44,7 +44,7 @@ def per_row(**kwargs: Any) -> Any:
     return field(metadata={"role": PER_ROW}, **kwargs)
 
 
-per_sample = per_row  # former name, still supported for plug-in files
+per_sample = per_item = per_row  # former names, still supported for plug-in files
 
 
 def offsets_of(lengths: Sequence[int] | Tensor) -> Int[Tensor, " B+1"]:
@@ -113,15 +113,14 @@ class Flat:
 
     def __post_init__(self) -> None:
         expected = {PER_TOKEN: self.num_tokens, PER_ROW: self.num_rows}
-        for column in self.columns():
+        for column in self.present_columns():
             if len(column.values) != expected[column.role]:
                 raise ValueError(
                     f"{type(self).__name__}.{column.name} has {len(column.values)} entries, but "
-                    f"the offsets describe {self.num_rows} sequences with {self.num_tokens} "
-                    "tokens"
+                    f"the offsets describe {self.num_rows} rows with {self.num_tokens} tokens"
                 )
 
-    def columns(self) -> Iterator[Column]:
+    def present_columns(self) -> Iterator[Column]:
         """Yield the columns that are not None. Offsets do not count as a column."""
         for declared in fields(self):
             role = declared.metadata.get("role")
@@ -154,18 +153,24 @@ class Flat:
         return steps + shifts.repeat_interleave(lengths)
 
     def select(self, rows: Sequence[int] | Tensor) -> Self:
-        """Return a batch with copies of the given rows in the given order."""
-        index = torch.as_tensor(rows, dtype=torch.long)
-        places = {PER_ROW: index, PER_TOKEN: self.places_of(rows)}
+        """Return a batch with copies of the given rows in the given order.
+
+        Raises ValueError for a mask, whose entries are not row numbers.
+        """
+        index = torch.as_tensor(rows)
+        if index.dtype == torch.bool:
+            raise ValueError("rows must be numbers; for a mask, pass mask.nonzero()[:, 0]")
+        index = index.long()
+        places = {PER_ROW: index, PER_TOKEN: self.places_of(index)}
         selected: dict[str, Tensor | Items] = {}
-        for column in self.columns():
+        for column in self.present_columns():
             selected[column.name] = column.values[places[column.role]]
         return replace(self, offsets=offsets_of(self.lengths[index]), **selected)
 
     def to(self, device: torch.device | str, *, non_blocking: bool = True) -> Self:
         """Return the same batch with every column on `device`."""
         moved: dict[str, Any] = {"offsets": self.offsets.to(device, non_blocking=non_blocking)}
-        for column in self.columns():
+        for column in self.present_columns():
             moved[column.name] = column.values.to(device, non_blocking=non_blocking)
         return replace(self, **moved)
 

@@ -263,9 +263,11 @@ class PreferenceDataset(TokenizedRows[PairRow]):
         max_len = self.data.max_len
         limit = max_len - 2
         prompt_length = 0
-        uncut = [known.tokens for known in encoded]
-        sides = [cut(tokens, max_len, self.tokenizer, self.ends.ids) for tokens in uncut]
-        contexts: list[list[int]] = [[], []]
+        better, worse = encoded
+        chosen = cut(better.tokens, max_len, self.tokenizer, self.ends.ids)
+        rejected = cut(worse.tokens, max_len, self.tokenizer, self.ends.ids)
+        chosen_context: list[int] = []
+        rejected_context: list[int] = []
         if self.needs_prompt:
             starts: list[int] = []
             for passage, known in zip(passages, encoded, strict=True):
@@ -273,26 +275,32 @@ class PreferenceDataset(TokenizedRows[PairRow]):
             exchange = any(side.exchange for side in passages)
             if limit <= (max(starts) if exchange else min(starts)):
                 return f"with a prompt of {limit} tokens or more (--data.max_len {max_len})"
-            prompt_length = min(*starts, in_common(*sides))
+            prompt_length = min(*starts, in_common(chosen, rejected))
             if exchange:
-                for place, passage in enumerate(passages):
-                    context = set(range(prompt_length, len(sides[place])))
-                    for span in passage.spans:
-                        context.difference_update(encoded[place].tokens_of(span))
-                    contexts[place] = sorted(context)
-        if uncut[0] == uncut[1]:
+                chosen_context = _context(passages[0], better, prompt_length, len(chosen))
+                rejected_context = _context(passages[1], worse, prompt_length, len(rejected))
+        if better.tokens == worse.tokens:
             return SAME_TEXT
-        if sides[0] == sides[1]:
+        if chosen == rejected:
             return f"that differ only after --data.max_len {max_len} tokens"
         return {
-            "chosen": sides[0],
-            "rejected": sides[1],
+            "chosen": chosen,
+            "rejected": rejected,
             "prompt_length": prompt_length,
             "margin": _margin(row),
             "datasource": str(row.get(DATASOURCE) or "default"),
-            **dict(zip(CONTEXTS, contexts, strict=True)),
-            "cut": max(map(len, uncut)) > max_len,
+            "chosen_context": chosen_context,
+            "rejected_context": rejected_context,
+            "cut": max(len(better.tokens), len(worse.tokens)) > max_len,
         }
+
+
+def _context(passage: Passage, known: Encoded, start: int, end: int) -> list[int]:
+    """Return the positions from `start` to `end` that lie outside all of the passage's spans."""
+    judged: set[int] = set()
+    for span in passage.spans:
+        judged.update(known.tokens_of(span))
+    return sorted(set(range(start, end)) - judged)
 
 
 def _margin(row: Mapping[str, Any]) -> float:
@@ -400,6 +408,7 @@ class BothAnswers(torch.utils.data.Dataset[LabelledRow]):
 
     def __getitem__(self, index: int) -> LabelledRow:
         row = self.pairs[index // 2]
-        side = index % 2  # 0: chosen, 1: rejected
-        tokens = [row.chosen, row.rejected][side]
-        return LabelledRow(tokens=tokens, loss_mask=row.masks[side], desirable=side == 0)
+        chosen_mask, rejected_mask = row.masks
+        if index % 2:
+            return LabelledRow(tokens=row.rejected, loss_mask=rejected_mask, desirable=False)
+        return LabelledRow(tokens=row.chosen, loss_mask=chosen_mask, desirable=True)

@@ -31,7 +31,7 @@ def show_batch(
     Targets are the tokens in the loss, the labelled steps, or the last token, at which the reward
     is read. `names` labels the samples of a row; samples without a name are skipped.
     """
-    columns = [column for column in batch.columns() if column.role == PER_ROW]
+    columns = [column for column in batch.present_columns() if column.role == PER_ROW]
     for sample, (start, end) in enumerate(pairwise(batch.offsets.tolist())):
         row, place = divmod(sample, len(names))
         if not names[place]:

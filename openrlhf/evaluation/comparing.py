@@ -56,10 +56,10 @@ def pair_up(ours: Sequence[Trajectory], theirs: Sequence[Trajectory]) -> list[Co
     for answer in ours:
         others = answers[answer.prompt.index]
         other = others[answer.sample_index % len(others)]
-        failed = other
-        if answer.failed:
-            failed = answer
-        pair = Comparison(ours=answer, theirs=other, error=failed.error, failure=failed.failure)
+        pair = Comparison(ours=answer, theirs=other)
+        failed = [each for each in (answer, other) if each.failed]
+        if failed:
+            pair = replace(pair, error=failed[0].error, failure=failed[0].failure)
         pairs.append(pair)
     return pairs
 

@@ -213,7 +213,7 @@ def read_answers(config: EvaluationConfig, model: Candidate, column: str) -> lis
     return answers
 
 
-@dataclass
+@dataclass(eq=False, repr=False)
 class Evaluation:
     """An evaluation on a Ray cluster, with its run folder.
 
@@ -345,7 +345,7 @@ def rows_of(
     return rows
 
 
-@dataclass
+@dataclass(eq=False, repr=False)
 class WrittenAnswers:
     """Stand-in for engines that returns the answer in each prompt's row."""
 

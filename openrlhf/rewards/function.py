@@ -48,16 +48,14 @@ class Arguments:
             "where a query is a prompt followed by its response"
         )
         names = ARGUMENTS[: len(positional)]
-        is_unlike = False
         if "VAR_POSITIONAL" in kinds:
             names = ARGUMENTS
-        elif len(positional) == 2:
-            is_unlike = "prompt" not in positional[1]
+        elif len(positional) == 2 and "prompt" not in positional[1]:
+            raise ValueError(f"{takes}: rename its parameters to these names")
         for position, name in enumerate(positional):
             is_elsewhere = name in ARGUMENTS and ARGUMENTS.index(name) != position
-            is_unlike = is_unlike or name in RESPONSES or is_elsewhere
-        if is_unlike:
-            raise ValueError(f"{takes}: rename its parameters to these names")
+            if name in RESPONSES or is_elsewhere:
+                raise ValueError(f"{takes}: rename its parameters to these names")
         if set(positional) - set(ARGUMENTS):
             return cls(names=names, notice=takes)
         return cls(names=names, notice=_unlabelled(names))

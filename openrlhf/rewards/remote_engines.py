@@ -31,8 +31,9 @@ def offer_engines(rollout: RemoteEnginesConfig, reward: RuleConfig) -> None:
     Raises ConfigError.
     """
     urls = dict(rollout.named_engines)
-    servers = HTTPServers(list(urls.values()), reward, kind="remote engine", flag=FLAG)
-    asyncio.run(servers.check())
+    if urls:  # creating a client without need would take 0.1 s
+        servers = HTTPServers(list(urls.values()), reward, kind="remote engine", flag=FLAG)
+        asyncio.run(servers.check())
     offered = {"urls": urls, "timeout": reward.timeout, "retries": reward.retries}
     os.environ[VARIABLE] = json.dumps(offered)
 

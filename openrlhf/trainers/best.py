@@ -10,7 +10,7 @@ from openrlhf.checkpoints.manifest import Checkpoint, RunState, is_minimised
 from openrlhf.reporting import notice
 
 
-@dataclass
+@dataclass(eq=False, repr=False)
 class BestMetric:
     """The best value of an evaluation metric so far, and the number of evaluations since then.
 

@@ -12,7 +12,7 @@ from openrlhf.data.sft import SFTDataset
 from openrlhf.trainers.update_plan import distribute
 
 
-@dataclass
+@dataclass(eq=False, repr=False)
 class PretrainingMix:
     """Draws `batch_size` rows of text for each optimizer step. Every epoch is reshuffled.
 

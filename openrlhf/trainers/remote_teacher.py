@@ -28,7 +28,7 @@ PROBED = 64  # number of tokens to compare, spread over the vocabulary
 UNREADABLE = "\ufffd"  # replacement character, for tokens that hold only part of a character
 
 
-@dataclass
+@dataclass(eq=False, repr=False)
 class RemoteTeacher:
     """A teacher on a vLLM server, scored with `prompt_logprobs` at temperature 1.
 

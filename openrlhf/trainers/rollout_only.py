@@ -11,7 +11,7 @@ from openrlhf.trainers.ppo import step_metrics
 from openrlhf.trainers.sources import Source
 
 
-@dataclass
+@dataclass(eq=False, repr=False)
 class RolloutOnly:
     """Generates samples, scores them and logs metrics at every step, without training.
 

@@ -25,7 +25,7 @@ from openrlhf.trainers.update_plan import distribute
 from openrlhf.workers.frozen import RewardWorker
 
 
-@dataclass
+@dataclass(eq=False, repr=False)
 class EpisodeRows:
     """Finished episodes, with their rows and the columns computed so far.
 

@@ -31,6 +31,7 @@ class WeightSender(Membership):
                 pack(bucket, islice(stream, len(bucket)), packed)
                 hashes.append(bucket_hash(packed))
                 channel.send(packed)
-            for name, _ in stream:
-                raise ValueError(f"the model has {name}, which is not in the manifest")
+            extra = next(stream, None)
+            if extra is not None:
+                raise ValueError(f"the model has {extra[0]}, which is not in the manifest")
             channel.send(torch.tensor(hashes, device=channel.device).view(torch.uint8))

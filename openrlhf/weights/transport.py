@@ -158,10 +158,9 @@ def _meet(group: WeightGroup, rank: int) -> Store:
     began = time.monotonic()
     try:
         _wait_for(store, keys, group)
-    except RuntimeError:
+    except RuntimeError as error:
         waited_s = time.monotonic() - began
-        with _explaining(group, _absent(store, keys, waited_s)):
-            raise
+        raise _broken(group, _absent(store, keys, waited_s), error) from error
     return store
 
 
@@ -207,10 +206,12 @@ def _explaining(group: WeightGroup, what: str) -> Iterator[None]:
     try:
         yield
     except RuntimeError as error:
-        reason = str(error).splitlines()[0]
-        raise PublicationError(
-            f"weight group {group.name} ({group.transport}): {what}: {reason}"
-        ) from error
+        raise _broken(group, what, error) from error
+
+
+def _broken(group: WeightGroup, what: str, error: Exception) -> PublicationError:
+    reason = str(error).splitlines()[0]
+    return PublicationError(f"weight group {group.name} ({group.transport}): {what}: {reason}")
 
 
 # One member's end of a weight group.

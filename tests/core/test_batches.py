@@ -107,6 +107,11 @@ def test_batch_may_be_empty() -> None:
     assert list(empty.similar_rows(1)) == []
 
 
+def test_select_rejects_a_mask() -> None:
+    with pytest.raises(ValueError, match=r"mask\.nonzero"):
+        batch_of([2, 3]).select(torch.tensor([True, False]))
+
+
 def test_select_copies_columns() -> None:
     batch = batch_of([2, 3])
     part = batch.select([1])
@@ -162,7 +167,7 @@ def test_payloads_follow_their_rows(sizes: list[tuple[int, int]], data: Any) -> 
 
 
 def test_payload_with_the_wrong_number_of_rows_raises_an_error_that_names_the_payload() -> None:
-    with pytest.raises(ValueError, match=r"Pictured\.patches has 1 entries.*2 sequences"):
+    with pytest.raises(ValueError, match=r"Pictured\.patches has 1 entries.*2 rows"):
         pictured([2, 1], [3])
 
 
@@ -198,7 +203,7 @@ def test_column_of_the_wrong_length_raises_an_error_that_names_the_column(
     column: str, entries: int
 ) -> None:
     with pytest.raises(
-        ValueError, match=rf"Experience\.{column} has {entries} .* 2 sequences with 5 tokens"
+        ValueError, match=rf"Experience\.{column} has {entries} .* 2 rows with 5 tokens"
     ):
         replace(batch_of([2, 3]), **{column: torch.zeros(entries)})
 

@@ -136,7 +136,8 @@ def test_published_asynchronous_agent_command_trains_with_ring_attention(
     template = "{% for message in messages %}{{ message['content'] }}{% endfor %}"
     sizes: dict[str, Any] = {**HEADS, "num_key_value_heads": 2, "max_position_embeddings": 1024}
     save_tiny_model(tmp_path / "model", "qwen3", chat_template=template, **sizes)
-    prompts = [{"prompt": "guess a digit: ", "label": str(number % 10)} for number in range(16)]
+    # Groups whose samples have equal rewards are dropped, so there are more prompts than needed.
+    prompts = [{"prompt": "guess a digit: ", "label": str(number % 10)} for number in range(24)]
     flags = {
         "pretrain": tmp_path / "model",
         "load_checkpoint": True,
@@ -163,7 +164,7 @@ def test_published_asynchronous_agent_command_trains_with_ring_attention(
         "rollout_max_tokens_per_gpu": 128,
         "micro_train_batch_size": 1,
         "micro_rollout_batch_size": 8,
-        "max_samples": 16,
+        "max_samples": 24,
         "max_epochs": 1,
         "num_episodes": 1,
         "async_train": True,
@@ -199,4 +200,4 @@ def test_published_asynchronous_agent_command_trains_with_ring_attention(
     finished = finish(launch("train_ppo_ray", flags))
     assert finished.status == 0, finished.errors[-4000:]
     steps = [line for line in numbers(tmp_path / "run") if "train/score" in line]
-    assert len(steps) == 4 and max(step["train/logprob_gap_mean"] for step in steps) < 0.02
+    assert len(steps) >= 4 and max(step["train/logprob_gap_mean"] for step in steps) < 0.02
