@@ -18,7 +18,7 @@ LARGEST_ERROR = 0.1
 CASES = (
     "llama-27M, policy, zero 1",
     "llama-27M, policy, zero 2, ranks 2, bf16",
-    "llama-27M, sft, zero 3, ranks 4",
+    "llama-27M, sft, zero 3, ranks 2",
 )
 
 
