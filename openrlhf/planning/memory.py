@@ -306,8 +306,9 @@ class RoleMemory:
         sp = self.role.sp
         batch = replace(
             PROOF,
-            tokens=PROOF.tokens // sp,
-            scored=PROOF.scored // sp,
+            # Every rank of a ring also scores each sequence alone.
+            tokens=max(PROOF.tokens // sp, PROOF.longest),
+            scored=max(PROOF.scored // sp, PROOF.longest),
             packed=(self.role.training or self.role.scoring or PROOF).packed,
         )
         role = replace(self.role, gradient_checkpointing=False)  # only training uses checkpointing
@@ -409,8 +410,11 @@ class RoleMemory:
         limit = BUCKET_BYTES[self.constants.device] * role.width // 4
         if role.sharded:
             return max(min(bucket, limit), biggest)
-        split = sum(w.numel for w in role.shape.weights if local_size(role, w) < w.numel)
-        return min(bucket, limit, role.width * split)
+        split = [w.numel for w in role.shape.weights if local_size(role, w) < w.numel]
+        together = min(bucket, limit, role.width * sum(split))
+        if role.adapter_only or not split:
+            return together
+        return max(together, role.width * max(split))
 
 
 def _backward(sizes: PassBytes, *, earlier: int, summed: int) -> Usage:

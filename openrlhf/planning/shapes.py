@@ -237,7 +237,8 @@ def shape_from_headers(
         count = stacked.get(together, (0,))[0] + 1
         stacked[together] = (count, *sizes)
     heads = [sizes[0] for weight, sizes in stacked.items() if HEADS.fullmatch(weight)]
-    experts = [sizes[0] for weight, sizes in stacked.items() if ".experts." in weight]
+    # A quantized model's scales have no sizes.
+    experts = [sizes[0] for weight, sizes in stacked.items() if sizes and ".experts." in weight]
     family = Family(expert_width="moe_intermediate_size")
     return replace(
         _without_weights(config, family, name, experts=next(iter(experts), 0)),

@@ -56,7 +56,7 @@ def trained_weights(role: ModelRole) -> int:
 
 def largest_trained(role: ModelRole) -> int:
     """Return the number of elements in the largest trained weight on one rank, before ZeRO."""
-    return max(_trained_size(role, weight) for weight in role.shape.weights)
+    return max((_trained_size(role, weight) for weight in role.shape.weights), default=0)
 
 
 def moment_width(role: ModelRole) -> float:

@@ -143,9 +143,10 @@ def test_experts_in_files_are_stacked_as_in_memory() -> None:
     headers = {"model.embed_tokens.weight": (128, 64), "lm_head.weight": (128, 64)}
     for expert in range(4):
         headers[f"model.layers.0.mlp.experts.{expert}.up_proj.weight"] = (48, 64)
+    headers["model.layers.0.mlp.experts.up_proj_scale"] = ()
     shape = shape_from_headers(headers, config)
     stacked = [weight.shape for weight in shape.weights if weight.is_expert]
-    assert stacked == [(4, 48, 64)]
+    assert stacked == [(4, 48, 64), ()]
     assert shape.experts == 4
     assert shape.intermediate == 48  # a dense layer's size would be 96
 

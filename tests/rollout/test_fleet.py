@@ -139,9 +139,8 @@ def test_fleet_is_watched_while_a_new_engine_starts_and_only_one_engine_joins_at
     assert [member.index for member in fleet.up] == [0]
     assert not fleet._can_grow
     slots.free.set()
-    for thread in threading.enumerate():
-        if thread.name.startswith("join-"):
-            thread.join()
+    [joining] = (each for each in threading.enumerate() if each.name.startswith("join-"))
+    joining.join()
     assert [member.index for member in fleet.up] == [0, 1]
     assert fleet._can_grow
 
