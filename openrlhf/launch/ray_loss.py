@@ -47,7 +47,7 @@ class RayLoss:
 
     @contextmanager
     def closing(self, close: Callable[[], None]) -> Iterator[None]:
-        """Call `close` if Ray dies before the block exits."""
+        """Call `close` if Ray dies before the block exits. Blocks must not nest."""
         self._close = close
         try:
             yield
