@@ -21,6 +21,7 @@ QWEN2_390M: dict[str, Any] = {
     "num_attention_heads": 16,
     "num_key_value_heads": 2,
 }
+MEASURED = QWEN2_390M | {"model_type": "qwen2", "tie_word_embeddings": True}
 MODELS: dict[str, dict[str, Any]] = {
     "llama2-7b": LLAMA | {"hidden_size": 4096, "intermediate_size": 11008, "num_hidden_layers": 32},
     "llama2-13b": LLAMA

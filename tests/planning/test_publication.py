@@ -9,9 +9,7 @@ from openrlhf.planning.memory import BUCKET_BYTES, RoleMemory
 from openrlhf.planning.roles import ModelRole
 from openrlhf.planning.shapes import ModelShape, shape_from_config
 from openrlhf.units import MIB
-from tests.planning.models import MODELS, QWEN2_390M
-
-SMALL = QWEN2_390M | {"model_type": "qwen2", "tie_word_embeddings": True}
+from tests.planning.models import MEASURED, MODELS
 
 
 def publication(shape: ModelShape, constants: Constants = CUDA, **layout: int) -> int:
@@ -21,7 +19,7 @@ def publication(shape: ModelShape, constants: Constants = CUDA, **layout: int) -
 
 @pytest.mark.parametrize("constants", [CPU, CUDA], ids=["cpu", "cuda"])
 def test_zero_3_gathers_buckets_that_are_limited_as_if_in_float32(constants: Constants) -> None:
-    shape = shape_from_config(SMALL)
+    shape = shape_from_config(MEASURED)
     limit = BUCKET_BYTES[constants.device]
     largest = 2 * shape.largest_weight
     packed = max(limit, largest)
@@ -39,7 +37,7 @@ def test_tensor_parallel_ranks_gather_at_least_the_largest_split_weight() -> Non
 
 
 def test_all_ranks_of_a_ring_check_each_sequence_alone() -> None:
-    shape = shape_from_config(SMALL)
+    shape = shape_from_config(MEASURED)
     checks: list[int] = []
     for sp in (1, 2, 4, 8):
         role = ModelRole(name="policy", shape=shape, trained=True, sp=sp)

@@ -15,9 +15,8 @@ from openrlhf.planning.roles import ModelRole, Pass
 from openrlhf.planning.shapes import shape_from_config
 from openrlhf.planning.usage import Instant
 from openrlhf.units import MIB
-from tests.planning.models import MODELS, QWEN2_390M
+from tests.planning.models import MEASURED, MODELS
 
-MEASURED = QWEN2_390M | {"model_type": "qwen2", "tie_word_embeddings": True}
 MEASURED_STEPS = (9844, 10006, 10206, 9862)  # MiB in the table of docs/gpu.md
 BATCH = Pass(tokens=16, longest=16, scored=16)
 SAMPLES = 2 * 2 * 4_000_000  # bytes of the samples with which changed weights are counted

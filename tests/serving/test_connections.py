@@ -28,6 +28,8 @@ HALF_REQUESTS = [
     b"POST /get_reward HTTP/1.1\r\nhost: a\r\nx: ",
     b"POST /get_reward HTTP/1.1\r\nhost: a\r\ncontent-length: 1000\r\n\r\n{",
 ]
+HALVES = ["nothing", "half a line", "half of the headers", "half a body"]
+EACH_HALF_REQUEST = pytest.mark.parametrize("start", HALF_REQUESTS, ids=HALVES)
 TOO_LARGE = (
     b"POST /get_reward HTTP/1.1\r\nhost: a\r\ncontent-length: 9000000\r\n\r\n" + b" " * 70_000
 )
@@ -107,9 +109,7 @@ def is_closed(client: socket.socket) -> bool:
     return True
 
 
-@pytest.mark.parametrize(
-    "start", HALF_REQUESTS, ids=["nothing", "half a line", "half of the headers", "half a body"]
-)
+@EACH_HALF_REQUEST
 def test_requests_get_responses_while_many_clients_never_complete_theirs(start: bytes) -> None:
     with serving() as port, ExitStack() as clients:
         for _ in range(40):
@@ -117,9 +117,7 @@ def test_requests_get_responses_while_many_clients_never_complete_theirs(start: 
             assert ask(port) == 200
 
 
-@pytest.mark.parametrize(
-    "start", HALF_REQUESTS, ids=["nothing", "half a line", "half of the headers", "half a body"]
-)
+@EACH_HALF_REQUEST
 def test_request_gets_a_response_after_a_burst_of_clients_that_never_complete_theirs(
     start: bytes,
 ) -> None:
@@ -133,7 +131,7 @@ def test_request_gets_a_response_after_a_burst_of_clients_that_never_complete_th
 @pytest.mark.parametrize(
     "start",
     [*HALF_REQUESTS, TOO_LARGE],
-    ids=["nothing", "half a line", "half of the headers", "half a body", "too large"],
+    ids=[*HALVES, "too large"],
 )
 def test_connection_is_closed_if_its_request_is_incomplete_at_the_timeout(
     start: bytes, caplog: pytest.LogCaptureFixture
