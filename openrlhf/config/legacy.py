@@ -162,11 +162,11 @@ def _translate_lengths(lengths: Mapping[str, str], new_tokens: str, result: Tran
     `new_tokens` is the value of --rollout.max_new_tokens, or an empty string.
     """
     for name, text in lengths.items():
-        if not text.isdigit():
+        if not text.isdecimal():
             result.violations.append(f"--{name} takes a whole number, not {text!r}.")
             return
     prompt, response = (int(lengths.get(name, "1024")) for name in OLD_LENGTHS)
-    if new_tokens.isdigit():  # otherwise, --rollout.max_new_tokens is reported as invalid
+    if new_tokens.isdecimal():  # otherwise, --rollout.max_new_tokens is reported as invalid
         response = int(new_tokens)
     total = prompt + response
     # Current flags come later on the command line and take precedence.

@@ -10,6 +10,7 @@ from typing import Any
 import datasets
 from datasets import Dataset, DatasetDict, Features, load_dataset_builder, load_from_disk
 
+from openrlhf.config.flags import items
 from openrlhf.data.errors import DataError
 from openrlhf.data.rows import number_rows
 from openrlhf.data.text_files import ANY, NULL, read_as_written, without_added_nulls
@@ -39,11 +40,11 @@ def load_datasets(
     Raises DataError if an item cannot be read, lacks the split or has no rows, or if the items
     cannot be blended.
     """
-    items = [item.strip() for item in spec.split(",") if item.strip()]
-    parts = [_load_one(item, split, max_samples) for item in items]
+    names = items(spec)
+    parts = [_load_one(name, split, max_samples) for name in names]
     blend = parts[0]
     if len(parts) > 1:
-        blend = _blend(parts, items, probs, max_samples, seed)
+        blend = _blend(parts, names, probs, max_samples, seed)
     return blend.select(range(min(max_samples, len(blend))))
 
 
@@ -53,34 +54,34 @@ def key_columns(data: Any) -> list[str]:
 
 
 def _blend(
-    parts: list[Dataset], items: list[str], probs: str | None, max_samples: int, seed: int
+    parts: list[Dataset], names: list[str], probs: str | None, max_samples: int, seed: int
 ) -> Dataset:
     """Return the rows of all parts, concatenated or sampled with the given probabilities."""
     parts = _with_common_types(parts)
-    if probs is None:
+    given = list(map(float, items(probs)))
+    if not given:
         return datasets.concatenate_datasets(parts)
-    given = list(map(float, probs.split(",")))
     total = math.fsum(given)
     weights = [number / total for number in given]  # 0.333,0.333,0.333 stands for one third each
-    _report_repeats(items, weights, list(map(len, parts)), max_samples)
+    _report_repeats(names, weights, list(map(len, parts)), max_samples)
     return datasets.interleave_datasets(
         parts, weights, seed=seed, stopping_strategy="all_exhausted"
     )
 
 
 def _report_repeats(
-    items: list[str], weights: list[float], rows: list[int], max_samples: int
+    names: list[str], weights: list[float], rows: list[int], max_samples: int
 ) -> None:
     """Report the items whose rows are each drawn at least 1.5 times on average.
 
     Drawing stops when every item's rows have been drawn.
     """
     exhausted = max(count / weight for count, weight in zip(rows, weights, strict=True))
-    for item, weight, count in zip(items, weights, rows, strict=True):
+    for name, weight, count in zip(names, weights, rows, strict=True):
         times = weight * min(exhausted, max_samples) / count
         if times >= 1.5:
             notice(
-                f"Each of the {count} rows of {item} is drawn about {times:.1f} times: "
+                f"Each of the {count} rows of {name} is drawn about {times:.1f} times: "
                 f"its probability is {weight:.3g}."
             )
 

@@ -346,6 +346,9 @@ def test_length_in_a_file_is_kept_with_an_old_answer_length(
 
 
 def test_error_names_an_old_length_that_is_not_a_number() -> None:
+    assert violations("train_ppo_ray", "--prompt_max_len ²") == [
+        "--prompt_max_len takes a whole number, not '²'."
+    ]
     assert violations("train_ppo_ray", "--prompt_max_len long") == [
         "--prompt_max_len takes a whole number, not 'long'."
     ]

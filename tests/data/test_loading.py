@@ -155,6 +155,12 @@ def test_blend_with_probabilities_draws_every_row_at_least_once_and_in_file_orde
     assert 0.35 < share < 0.65
 
 
+def test_empty_parts_of_the_probabilities_are_ignored(two_files: str) -> None:
+    """The flag's rule ignores them, so an empty shell variable or a last comma reaches the loader."""
+    assert inputs(load(two_files, probs="0.5, 0.5,")) == inputs(load(two_files, probs="0.5,0.5"))
+    assert inputs(load(two_files, probs="")) == inputs(load(two_files))
+
+
 def test_order_of_a_blend_depends_only_on_the_seed(two_files: str) -> None:
     orders = [inputs(load(two_files, probs="0.5,0.5", seed=seed)) for seed in (1, 1, 2)]
     assert orders[0] == orders[1] != orders[2]
