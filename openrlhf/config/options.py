@@ -129,14 +129,18 @@ class Reader:
         self.notices += translated.notices
         self.problems += translated.violations
         typed: dict[str, Any] = {}
-        file = ""
+        files: list[str] = []
         for name, words in translated.groups:
             if name == "config":
-                file = os.path.expanduser(" ".join(words))
+                files.append(" ".join(words))
             elif name:
                 self._take(name, words, typed)
             elif words:
                 self.problems.append(f"Unexpected argument {' '.join(words)}: no flag takes it.")
+        if "" in files or len(files) > 1:
+            found = " and ".join(filter(None, files)) or "nothing"
+            raise ConfigError(f"--config takes one file, not {found}.")
+        file = os.path.expanduser("".join(files))
         written: dict[str, Any] = {}
         if file:
             written = self.read_yaml(file)
@@ -263,7 +267,7 @@ class Reader:
     def read_yaml(self, file: str) -> dict[str, Any]:
         """Return the values in a file by flag path. The file's keys may be nested or dotted.
 
-        Raises ConfigError if the file cannot be read.
+        Raises ConfigError if the file cannot be read or a section has a key twice.
         """
         import yaml  # slow to import and needed only with a configuration file
 
@@ -273,7 +277,7 @@ class Reader:
                 "folder."
             )
         try:
-            content: Any = yaml.safe_load(text_of("--config", file))
+            content = yaml_content(file, text_of("--config", file))
         except yaml.YAMLError as error:
             raise ConfigError(f"--config {file} cannot be read: {error}") from error
         if not isinstance(content, dict | None):
@@ -294,12 +298,12 @@ class Reader:
 def _split_at_flags(argv: Iterable[str]) -> list[Group]:
     """Return each flag with the words after it. Words before the first flag get the name "".
 
-    Old names may have a single dash, such as -pretrain.
+    Old names may have a single dash, such as -pretrain. A word of dashes only is a value.
     """
     groups: list[Group] = [("", [])]
     for word in argv:
         bare, equals, value = word.lstrip("-").partition("=")
-        if word.startswith("--") or (word.startswith("-") and bare in OLD_NAMES):
+        if bare and (word.startswith("--") or (word.startswith("-") and bare in OLD_NAMES)):
             words: list[str] = []
             if equals:
                 words.append(value)
@@ -307,6 +311,32 @@ def _split_at_flags(argv: Iterable[str]) -> list[Group]:
         else:
             groups[-1][1].append(word)
     return groups
+
+
+def yaml_content(file: str, text: str) -> Any:
+    """Return the content of a YAML file with this text.
+
+    Raises ConfigError if a section has a key twice, because YAML would ignore the first one, and
+    YAMLError for any other mistake.
+    """
+    import yaml  # slow to import and needed only with a file
+
+    root: Any = yaml.SafeLoader(text).get_single_node()
+    if isinstance(root, yaml.MappingNode) and (repeated := list(_repeated_keys(root, ""))):
+        raise ConfigError([f"{file}: {path} appears twice: remove one." for path in repeated])
+    return yaml.safe_load(text)
+
+
+def _repeated_keys(section: Any, prefix: str) -> Iterator[str]:
+    """Yield the path of each key that a section, or a section inside it, has a second time."""
+    keys: list[str] = []
+    for key, value in section.value:
+        path = f"{prefix}{key.value}"
+        if key.value in keys:
+            yield path
+        keys.append(key.value)
+        if value.id == "mapping":
+            yield from _repeated_keys(value, f"{path}.")
 
 
 def leaves(node: Any, flags: Mapping[str, Flag], prefix: str) -> Iterator[tuple[str, Any]]:
@@ -363,8 +393,9 @@ def changed_flags(before: str, config: Command) -> list[str]:
             current[THRESHOLD] = old[THRESHOLD]
         old |= {LEVEL: "off"} | current_values(replaced, current)
     changed: list[str] = []
-    for path, value in leaves(yaml.safe_load(dump_yaml(config)), flags, ""):
-        is_free = flags[path].writes or any(fnmatch(path, pattern) for pattern in FREE_TO_CHANGE)
-        if not is_free and path in old and old[path] != value:
-            changed.append(f"--{path} {value} (before: {hide(old[path])})")
+    for flag, value in flags_in(config):
+        now = hide(value)
+        is_free = flag.writes or any(fnmatch(flag.path, pattern) for pattern in FREE_TO_CHANGE)
+        if not is_free and flag.path in old and old[flag.path] != now:
+            changed.append(f"{flag.name} {now} (before: {hide(old[flag.path])})")
     return changed

@@ -19,7 +19,7 @@ import yaml
 from jinja2 import Environment, StrictUndefined, TemplateError
 
 from openrlhf.config.flags import ConfigError, flags_of, items, text_of
-from openrlhf.config.options import leaves
+from openrlhf.config.options import leaves, yaml_content
 from openrlhf.config.stages import STAGE_COMMANDS
 
 STAGE_REFERENCE = re.compile(r"\$\{([\w-]+)\}")
@@ -85,7 +85,8 @@ def read_stages(file: Path, settings: str) -> list[Stage]:
     try:
         choices: dict[str, Any] = {}
         if divider:
-            choices = yaml.safe_load(jinja.from_string(head).render(here=here))["settings"]
+            head = jinja.from_string(head).render(here=here)
+            choices = yaml_content(str(file), head)["settings"]
         if settings and settings not in choices:
             known = ", ".join(choices) or "no settings"
             raise ConfigError(
@@ -93,13 +94,9 @@ def read_stages(file: Path, settings: str) -> list[Stage]:
             )
         chosen = settings or next(iter(choices), "")
         body = jinja.from_string(body).render(choices.get(chosen, {}), here=here)
-        entries: dict[str, Any] = yaml.safe_load(body)["stages"]
-        sections = {key.value: value for key, value in yaml.compose(body).value}
-        names = [key.value for key, *_ in sections["stages"].value]
-        if not names:
+        entries: dict[str, Any] = yaml_content(str(file), body)["stages"]
+        if not entries:
             raise ConfigError(f"{file} has no stages.")
-        if len(set(names)) < len(names):  # YAML keeps only the last of several duplicate keys
-            raise ConfigError(f"{file}: two stages have the same name: {', '.join(names)}.")
         stages: list[Stage] = []
         for name, entry in entries.items():
             given = {key: value for key, value in entry.items() if value}

@@ -179,6 +179,8 @@ def test_yaml_value_types_are_converted(tmp_path: Path) -> None:
         ("ds: {packing_samples: 1}", "--ds.packing_samples is a switch: it must be true or false"),
         ("adam: {betas: [1, 2, 3]}", "--adam.betas takes two numbers, not 3"),
         ("train.seed: 1\ntrain: {seed: 2}", "run.yaml: train.seed appears twice"),
+        ("train:\n  seed: 1\ntrain:\n  batch_size: 4", "run.yaml: train appears twice"),
+        ("ds: {lora: {rank: 1, alpha: 8, rank: 2}}", "run.yaml: ds.lora.rank appears twice"),
         ("plugin: true", "run.yaml: --plugin takes text, not True"),
         ("plugin:\n-", "run.yaml: --plugin takes text, not None"),
         ("- 1", "run.yaml contains a list, not names and values"),
@@ -198,6 +200,30 @@ def test_error_in_a_file_names_the_file_and_the_key(
 def test_error_names_the_missing_file(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match=r"--config .*gone\.yaml cannot be read"):
         load("train_sft", tmp_path / "gone.yaml")
+
+
+@pytest.mark.parametrize(
+    ("words", "sentence"),
+    [
+        (["--config"], "--config takes one file, not nothing"),
+        (["--config", "--train.seed", "1"], "--config takes one file, not nothing"),
+        (["--config="], "--config takes one file, not nothing"),
+        (["--config", "a.yaml", "--config", "b.yaml"], "one file, not a.yaml and b.yaml"),
+    ],
+)
+def test_config_flag_requires_exactly_one_file(words: list[str], sentence: str) -> None:
+    """Otherwise, the run would silently use the defaults, or only the last file."""
+    with pytest.raises(ConfigError) as caught:
+        parse_config(SFTConfig, words, command="train_sft")
+    assert sentence in str(caught.value)
+
+
+def test_merged_sections_of_a_file_may_set_the_same_key(tmp_path: Path) -> None:
+    file = tmp_path / "run.yaml"
+    file.write_text("train: &first {seed: 1, max_epochs: 3}\neval: {<<: *first, seed: 2}")
+    with pytest.raises(ConfigError) as caught:
+        load("train_sft", file)
+    assert "appears twice" not in str(caught.value)
 
 
 def test_empty_file_changes_nothing(tmp_path: Path) -> None:

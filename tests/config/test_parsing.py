@@ -56,6 +56,12 @@ def test_list_flag_takes_any_number_of_values_and_may_be_repeated() -> None:
     assert {sft(line).ds.lora.target_modules for line in modules} == {("q_proj", "v_proj")}
 
 
+@pytest.mark.parametrize("dashes", ["--", "---", "-----"])
+def test_word_of_dashes_is_the_value_of_the_flag_before_it(dashes: str) -> None:
+    assert ppo(f"--rollout.stop {dashes} x").rollout.stop == (dashes, "x")
+    assert parse("train_prm", f"--prm.placeholder_token {dashes}").prm.placeholder_token == dashes
+
+
 def test_all_linear_equals_the_default_target_modules() -> None:
     assert sft("--ds.lora.target_modules all-linear").ds.lora == SFTConfig().ds.lora
 

@@ -70,6 +70,21 @@ def states(capfd: pytest.CaptureFixture[str]) -> dict[str, str]:
     }
 
 
+@pytest.mark.parametrize(
+    ("text", "path"),
+    [
+        ("stages:\n  a: {run: x}\n  a: {run: y}", "stages.a"),
+        ("stages:\n  a: {command: sft, flags: {train: {seed: 1, seed: 2}}}", "train.seed"),
+        ("settings: {one: {size: 1}, one: {size: 2}}\n---\nstages: {a: {run: x}}", "settings.one"),
+    ],
+)
+def test_key_that_appears_twice_is_an_error(text: str, path: str, tmp_path: Path) -> None:
+    file = tmp_path / "stages.yaml"
+    file.write_text(text)
+    with pytest.raises(ConfigError, match=rf"stages\.yaml: .*{path} appears twice"):
+        read_stages(file, "")
+
+
 def test_second_run_skips_finished_stages(file: Path, capfd: pytest.CaptureFixture[str]) -> None:
     pipeline(file)
     assert states(capfd) == {"rows": "runs", "copy": "runs", "other": "runs"}
@@ -268,7 +283,7 @@ def test_second_pipeline_in_the_same_folder_is_rejected(
         ("rm: {comand: rm}", "comand"),
         ("rm: {run: '{{ nowhere }}'}", "'nowhere' is undefined"),
         ("rm: [", r"wrong\.yaml.*`stages`"),
-        ("first: {run: ls}", "first, first"),
+        ("first: {run: ls}", r"stages\.first appears twice"),
         ("a: {run: ls, flags: {seed: 1}}", "a: `flags`"),
         ("a: {run: ls, launcher: torchrun}", "a: .*`launcher`"),
         ("a: {command: rm, flags: [seed]}", "a: `flags` .*list"),
