@@ -156,7 +156,7 @@ def test_blend_with_probabilities_draws_every_row_at_least_once_and_in_file_orde
 
 
 def test_empty_parts_of_the_probabilities_are_ignored(two_files: str) -> None:
-    """The flag's rule ignores them, so an empty shell variable or a last comma reaches the loader."""
+    """The rule of the flag ignores them, too."""
     assert inputs(load(two_files, probs="0.5, 0.5,")) == inputs(load(two_files, probs="0.5,0.5"))
     assert inputs(load(two_files, probs="")) == inputs(load(two_files))
 
