@@ -19,7 +19,7 @@ from openrlhf.reporting import notice
 
 Row = Mapping[str, Any]
 FIRST_ROWS = 8  # number of rows used to detect a dataset's layout and template
-DROPPED = "dropped"  # column with the reason for dropping a row
+DROPPED = "__dropped__"  # column with the reason for dropping a row
 TIE = "that are ties"
 MARGIN = "margin"
 DATASOURCE = "datasource"

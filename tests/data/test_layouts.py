@@ -180,6 +180,14 @@ def test_supervised_layouts_are_detected_and_read(
     assert LabelledDataset(Dataset.from_list([labelled]), tokenizer, data)[0].tokens == tokens
 
 
+def test_rows_with_a_column_named_dropped_are_kept(capsys: pytest.CaptureFixture[str]) -> None:
+    """Layouts with a reader read all columns of a row."""
+    row = {"instruction": "q", "chosen": "a", "rejected": "b", "dropped": None}
+    data, said = recognised(row, "rm", capsys)
+    assert "--data.layout alpaca" in said
+    assert len(PreferenceDataset(Dataset.from_list([row]), build_tokenizer(), data)) == 1
+
+
 def test_score_column_becomes_the_label(capsys: pytest.CaptureFixture[str]) -> None:
     rows = [{"instruction": "q", "response": "ok", "score": score} for score in (1, 0)]
     data, said = recognised(rows[0], "kto", capsys)
