@@ -15,6 +15,7 @@ from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from functools import cache
 from importlib.metadata import Distribution, distributions
+from itertools import takewhile
 from pathlib import Path
 from typing import Any
 
@@ -32,6 +33,8 @@ RAY_IDENTITY = re.compile(
     "RAY_(ADDRESS|TMPDIR|AUTH_.*|CLIENT_.*|JOB_.*|NODE_.*|RAYLET_.*|WORKER_.*|.*_ID|.*_PID"
     "|.*_ENV_VAR)"
 )
+# A device in CUDA_VISIBLE_DEVICES. Schedulers write -1 or NoDevFiles for no device.
+DEVICE = re.compile(r"\d+|(GPU|MIG)-.+")
 # Number of GPUs in the Ray cluster that this process joined, or in a declared cluster.
 cluster_gpus: int | None = None
 # True if this process only plans a run, which may start later and on another machine.
@@ -96,13 +99,9 @@ def count_gpus() -> int:
     visible = os.environ.get("CUDA_VISIBLE_DEVICES")
     if visible is None:
         return installed_gpus()
-    if not visible.strip():
-        return 0
-    entries = [entry.strip() for entry in visible.split(",")]
-    usable = len(entries)
-    if "-1" in entries:
-        usable = entries.index("-1")  # CUDA ignores the entries after -1
-    return min(usable, installed_gpus())
+    entries = map(str.strip, visible.split(","))
+    usable = list(takewhile(DEVICE.fullmatch, entries))  # CUDA ignores what follows another entry
+    return min(len(usable), installed_gpus())
 
 
 @cache

@@ -16,7 +16,19 @@ INSTALLED = machine.installed_gpus  # the original function, which conftest.py p
 
 @pytest.mark.parametrize(
     ("visible", "count"),
-    [(None, 4), ("", 0), ("0,1", 2), ("0,1,2,3,4,5", 4), ("-1", 0), ("2,-1,3", 1), ("GPU-ab", 1)],
+    [
+        (None, 4),
+        ("", 0),
+        (" ", 0),
+        ("0, 1", 2),
+        ("0,1,", 2),
+        ("0,1,2,3,4,5", 4),
+        ("-1", 0),
+        ("2,-1,3", 1),
+        ("NoDevFiles", 0),
+        ("GPU-ab", 1),
+        ("MIG-ab,MIG-cd", 2),
+    ],
 )
 def test_visible_devices_limit_the_device_count(
     visible: str | None, count: int, gpu_machine, monkeypatch: pytest.MonkeyPatch
