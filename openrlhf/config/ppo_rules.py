@@ -5,10 +5,9 @@ from collections.abc import Iterator
 
 from openrlhf.config import machine, sampling_rules, training_rules
 from openrlhf.config.flags import value_at
-from openrlhf.config.learning import ActorConfig, CriticConfig, RLFlags
-from openrlhf.config.rollout import RewardConfig
+from openrlhf.config.groups import role_groups, used_sections
+from openrlhf.config.learning import RLFlags
 from openrlhf.config.rules import probability_violations
-from openrlhf.config.shared import GroupConfig
 
 RANGES = (
     "algo.dynamic_filtering_range",
@@ -252,9 +251,10 @@ def device_violations(config: RLFlags) -> Iterator[str]:
     """Yield violations of the rules for device sharing, engine placement and Ray resources."""
     if config.ds.enable_sleep and config.ds.zero_stage == 0:
         yield "<ds.enable_sleep> needs --ds.zero_stage 1, 2 or 3."
-    for role, group in _used_groups(config).items():
+    for section in dict.fromkeys(used_sections(config).values()):
+        group = value_at(config, section)
         ranks = group.num_nodes * group.num_gpus_per_node
-        devices = f"<{role}.num_nodes> x <{role}.num_gpus_per_node>"
+        devices = f"<{section}.num_nodes> x <{section}.num_gpus_per_node>"
         yield from training_rules.slice_violations(config.ds, ranks, what=devices)
     yield from _training_violations(config)
     yield from _shared_device_violations(config)
@@ -263,26 +263,12 @@ def device_violations(config: RLFlags) -> Iterator[str]:
     yield from _placement_violations(config)
 
 
-def _used_groups(config: RLFlags) -> dict[str, GroupConfig | RewardConfig]:
-    """Return the processes of each role with models, by the prefix of their flags."""
-    used: dict[str, GroupConfig | RewardConfig] = {"actor": config.actor}
-    if config.has_frozen_policy:
-        used["ref"] = config.ref
-    if config.estimator_traits.needs_critic:
-        used["critic"] = config.critic
-    if config.reward.models:
-        used["reward"] = config.reward
-    return used
-
-
 def _training_violations(config: RLFlags) -> Iterator[str]:
     """Yield violations of the rules for optimizers and for the second copy of the weights."""
-    if config.rollout.only:
-        return
-    trained: dict[str, ActorConfig | CriticConfig] = {"actor": config.actor}
-    if config.estimator_traits.needs_critic:
-        trained["critic"] = config.critic
-    for role, model in trained.items():
+    for role in ("actor", "critic"):
+        if role not in used_sections(config):
+            continue
+        model = value_at(config, role)
         yield from training_rules.optimizer_violations(model, config.ds, f"{role}.")
         ranks = model.num_nodes * model.num_gpus_per_node // max(1, config.ds.tensor_parallel_size)
         devices = f"<{role}.num_nodes> x <{role}.num_gpus_per_node>"
@@ -291,15 +277,15 @@ def _training_violations(config: RLFlags) -> Iterator[str]:
 
 def _shared_device_violations(config: RLFlags) -> Iterator[str]:
     """Yield a violation if roles that share devices do not have the same number of processes."""
-    used = _used_groups(config)
     switches = ("colocate_all", "colocate_actor_ref", "colocate_critic_reward")
     flags = [f"--train.{name}" for name in switches if value_at(config.train, name)]
-    for roles in config.train.colocated:
-        sharing = [role for role in roles if role in used]
-        for other in sharing[1:]:
-            first = sharing[0]
-            size = (used[first].num_nodes, used[first].num_gpus_per_node)
-            if size != (used[other].num_nodes, used[other].num_gpus_per_node):
+    sections = used_sections(config)
+    for group in role_groups(config):
+        first, *others = [sections[role] for role in group.roles]
+        expected = (group.size.num_nodes, group.size.num_gpus_per_node)
+        for other in others:
+            size = value_at(config, other)
+            if (size.num_nodes, size.num_gpus_per_node) != expected:
                 yield (
                     f"{' and '.join(flags)} requires equal sizes, but the sizes are "
                     f"<{first}.num_nodes> <{first}.num_gpus_per_node> and <{other}.num_nodes> "

@@ -716,3 +716,16 @@ def test_messages_about_rewards_name_the_process_reward_model() -> None:
     [sentence] = [text for text in found if "--reward.weights 1 1 1 has" in text]
     assert "2 rewards" in sentence and "--reward.process_model" in sentence
     assert "--reward.process_model" in sampling_rules.NOTHING_REWARDS
+
+
+@pytest.mark.parametrize(
+    "line",
+    [
+        "--train.colocate_all --actor.num_gpus_per_node 4 --reward.model_name_or_path o/r "
+        "--reward.num_gpus_per_node 2",
+        "--ds.ring_attn_size 2 --actor.num_gpus_per_node 3 --ref.num_gpus_per_node 3",
+    ],
+)
+def test_processes_of_models_that_are_not_loaded_are_not_checked(line: str) -> None:
+    assert violations(RL, line) != []
+    assert violations(RL, f"--rollout.only {line}") == []
