@@ -22,24 +22,19 @@ def main(argv: Sequence[str] | None = None) -> None:
 
 def split(words: Sequence[str]) -> tuple[list[str], list[str]]:
     """Separate this command's own arguments from the arguments of the planned command."""
-    flags = {flag.name: flag for flag in flags_of(PlanConfig).values()}
+    names = {flag.name for flag in flags_of(PlanConfig).values()} - {"--plugin"}
     own: list[str] = []
     planned: list[str] = []
     rest = list(words)
     if rest and not rest[0].startswith("-"):
         own = ["--command", rest.pop(0)]
-    while rest:
-        word = rest.pop(0)
-        flag = flags.get(word.partition("=")[0])
-        if word in HELP_FLAGS:
-            own.append(word)
-        elif flag is None or flag.path == "plugin":
-            planned.append(word)
-        else:
-            own.append(word)
-            if flag.shape != "switch" and "=" not in word:
-                own += rest[:1]
-                del rest[:1]
+    part = planned
+    for word in rest:
+        if word.partition("=")[0] in names | HELP_FLAGS:
+            part = own
+        elif word.startswith("-"):
+            part = planned
+        part.append(word)
     return own, planned
 
 

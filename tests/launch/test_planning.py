@@ -49,6 +49,16 @@ def test_arguments_are_split_between_plan_and_the_planned_command() -> None:
     assert planned == ["--ds.zero_stage", "3", "--train.batch_size=8"]
 
 
+def test_plan_prints_the_help_of_its_own_flags_for_a_word(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    assert plan_program.split(["sft", "--help", "largest"])[1] == []
+    with pytest.raises(SystemExit):
+        plan_program.main(["--help", "largest"])
+    printed = capsys.readouterr().out
+    assert "--longest" in printed and "--speed" not in printed
+
+
 def test_plan_prints_table_verdict_and_flags_that_fit(
     paths: dict[str, str], capsys: pytest.CaptureFixture[str]
 ) -> None:
