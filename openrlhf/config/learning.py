@@ -197,12 +197,6 @@ class RLFlags(Root):
         """
         return bool(self.eval.dataset) and self.ckpt.best_metric_key != "none"
 
-    def idle_places(self) -> set[str]:
-        """Return all model and checkpoint folders if nothing is trained."""
-        if self.rollout.only:
-            return {"ckpt.path", "ckpt.output_dir"}
-        return super().idle_places()
-
     def further_places(self) -> list[Output]:
         """Return the critic's output folder if the run writes it."""
         exports = self.estimator_traits.needs_critic and self.critic.save_value_network

@@ -142,7 +142,6 @@ class SFTDataset(TokenizedRows[SFTRow]):
             if len(messages) < 2:
                 return NO_PROMPT
             answers = [turn for turn in learned if turn >= asked]
-            first = answers[0] if answers else -1  # if there is no output column, the last message
             targets = learned if self.data.multiturn else answers or learned[-1:]
             lost = lost_tools(self.tokenizer, messages, tools)
             kept = [turn for turn in targets if turn not in lost.turns]
@@ -156,7 +155,7 @@ class SFTDataset(TokenizedRows[SFTRow]):
             empty = len(targets) - len(kept)
             turns = kept if self.data.multiturn or empty else []
             passage = templates.render_conversation(
-                self.tokenizer, messages, first=first, turns=turns, tools=tools
+                self.tokenizer, messages, first=targets[0], turns=turns, tools=tools
             )
         except ValueError as error:
             raise row_error(row, self.data.input_key, f"{error}.") from error
