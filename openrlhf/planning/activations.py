@@ -11,6 +11,7 @@ from dataclasses import dataclass
 
 from openrlhf.planning.constants import Constants
 from openrlhf.planning.roles import GEMMA_LIKE, ModelRole, Pass
+from openrlhf.planning.shapes import ATTENTION, MLP
 
 ADAPTED_LAYERS = 7  # linear layers in a decoder layer; each adapter saves `rank` values per token
 CHUNK_LOGITS = 1 << 25  # `algorithms.tensors.CHUNK_LOGITS`: number of logits in a chunk
@@ -106,9 +107,10 @@ def _norm(role: ModelRole) -> float:
 def _attention(role: ModelRole, batch: Pass, constants: Constants) -> float:
     """Return how many bytes attention saves per token: queries, keys, values and outputs."""
     shape, b = role.shape, role.width
-    queries, keys = shape.queries / role.tp, shape.keys / role.tp
+    tp = role.split(ATTENTION)
+    queries, keys = shape.queries / tp, shape.keys / tp
     states = 2 * queries + 2 * keys
-    statistics = 4 * shape.heads / role.tp  # the scores' log-sum-exp
+    statistics = 4 * shape.heads / tp  # the scores' log-sum-exp
     norms = 0.0
     if shape.qk_norm:
         norms = (4 + b) * (queries + keys)
@@ -130,7 +132,7 @@ def _mlp(role: ModelRole) -> float:
     """
     shape, b = role.shape, role.width
     if not shape.experts:
-        return 4 * b * shape.intermediate / role.tp
+        return 4 * b * shape.intermediate / role.split(MLP)
     routed = shape.experts_per_token * (4 * shape.intermediate + 2 * shape.hidden)
     return b * (routed + 4 * shape.shared_intermediate)
 
@@ -139,7 +141,7 @@ def _inner_width(role: ModelRole) -> float:
     """Return the number of elements per token in the inner activations of an MLP or of experts."""
     shape = role.shape
     if not shape.experts:
-        return shape.intermediate / role.tp
+        return shape.intermediate / role.split(MLP)
     return shape.experts_per_token * (shape.intermediate + shape.hidden / 2)
 
 
@@ -147,7 +149,8 @@ def _scoring_per_token(role: ModelRole, batch: Pass, constants: Constants) -> fl
     """Return how many bytes per token a layer needs in a forward pass without gradient."""
     shape, b = role.shape, role.width
     inner = b * (3 * _inner_width(role) + 2 * shape.hidden)
-    queries, keys = shape.queries / role.tp, shape.keys / role.tp
+    tp = role.split(ATTENTION)
+    queries, keys = shape.queries / tp, shape.keys / tp
     attention = b * (2 * shape.hidden + 3 * (queries + keys))
     if batch.packed and not role.flash and constants.device == "cpu" and b < 4:
         attention += 4 * (2 * queries + 2 * keys)

@@ -82,16 +82,17 @@ def parse_cluster(text: str, *, free_bytes: int = 0) -> Cluster:
     of memory. Raises PlanError for malformed text, and for an unknown device without a size.
     """
     machine = CPU_MACHINE.fullmatch(text)
-    if machine:
-        size = free_bytes
-        if machine[1]:
-            size = round(float(machine[1]) * GIB)
-        return Cluster(device_bytes=size, on_gpus=False)
+    if machine and not machine[1]:
+        return Cluster(device_bytes=free_bytes, on_gpus=False)
+    if machine and float(machine[1]) > 0:
+        return Cluster(device_bytes=round(float(machine[1]) * GIB), on_gpus=False)
     found = CLUSTER.fullmatch(text)
     if found is None or not (found[3] or found[4]):
         raise PlanError(f"--cluster {text} is not a valid cluster. Examples: {EXAMPLES}.")
     nodes, per_node, kind, memory = found.groups()
     kind = (kind or "").upper()
+    if kind == "CPU":
+        raise PlanError(f"--cluster {text}: a plan without GPUs is for one machine: use cpu-64GB.")
     if not memory and kind not in KINDS_OF_DEVICES:
         raise PlanError(
             f"--cluster {text}: the memory size of {found[3]} is not known. Add the size in GB "

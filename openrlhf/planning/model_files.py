@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import os
 import re
-import struct
 from collections.abc import Callable
 from contextlib import suppress
 from functools import cache
@@ -25,6 +24,7 @@ from openrlhf.planning.shapes import (
 
 INDEX = "model.safetensors.index.json"
 SINGLE = "model.safetensors"
+LONGEST_HEADER = 100_000_000  # bytes; the format allows no more
 HUB_TIMEOUT_S = 10.0
 HUB_NAME = re.compile(r"(?:[A-Za-z0-9][\w.-]*/)?[A-Za-z0-9][\w.-]*")  # owner/name, or an old name
 # Reads `length` bytes of a file, starting at `start`. If `length` is None, reads to the end.
@@ -40,7 +40,9 @@ def read_shape(path: str) -> ModelShape:
     """
     read = _reader(path)
     try:
-        config: dict[str, Any] = json.loads(read("config.json", 0, None))
+        config: Any = json.loads(read("config.json", 0, None))
+        if not isinstance(config, dict):
+            raise ValueError("its config.json is not a JSON object")
         if text_config(config).get("model_type") in FAMILIES:
             return shape_from_config(config, path)
         try:
@@ -48,7 +50,7 @@ def read_shape(path: str) -> ModelShape:
         except FileNotFoundError:
             return shape_from_config(config, path)  # raises PlanError: unknown architecture
         return shape_from_headers(headers, config, path)
-    except (OSError, ValueError, KeyError) as error:
+    except (OSError, ValueError, KeyError, TypeError) as error:
         if isinstance(error, PlanError):
             raise
         raise PlanError(
@@ -124,7 +126,9 @@ def _headers(read: Read) -> dict[str, tuple[int, ...]]:
         names = sorted(set(index["weight_map"].values()))
     sizes: dict[str, tuple[int, ...]] = {}
     for name in names:
-        (length,) = struct.unpack("<Q", read(name, 0, 8))
+        length = int.from_bytes(read(name, 0, 8), "little")
+        if length > LONGEST_HEADER:
+            raise ValueError(f"{name} is not a safetensors file")
         header: dict[str, Any] = json.loads(read(name, 8, length))
         header.pop("__metadata__", None)
         for weight, stored in header.items():

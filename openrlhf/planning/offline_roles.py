@@ -18,7 +18,7 @@ from openrlhf.config.supervised import (
 )
 from openrlhf.planning.model_files import read_shape
 from openrlhf.planning.roles import DTYPE_BYTES, ModelRole, Pass, check_split
-from openrlhf.planning.shapes import ModelShape
+from openrlhf.planning.shapes import ATTENTION, MLP, ModelShape, SplitError
 
 # In a process reward model, this share of the tokens ends a step and therefore needs logits.
 STEP_SHARE = 1 / 16
@@ -29,7 +29,7 @@ def frozen_role(
 ) -> ModelRole:
     """Return the role of a frozen model on the same ranks as the trained model.
 
-    Raises SplitError if the ranks cannot share the model's heads.
+    Raises SplitError if the ranks cannot share the model's heads or split its layers.
     """
     check_split(
         "ds.tensor_parallel_size",
@@ -37,6 +37,12 @@ def frozen_role(
         shape.kv_heads,
         what=f"key-value head(s) of the {name}",
     )
+    if ds.tensor_parallel_size > 1 and {ATTENTION, MLP} <= set(shape.unsplit):
+        raise SplitError(
+            f"--ds.tensor_parallel_size {ds.tensor_parallel_size}: Transformers has no plan for "
+            f"splitting the layers of {shape.model_type}. Use --ds.tensor_parallel_size 1 and "
+            "--ds.zero_stage 3."
+        )
     dtype = ds.param_dtype
     packed = ds.packing_samples
     return ModelRole(

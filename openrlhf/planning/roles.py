@@ -63,6 +63,10 @@ class ModelRole:
         """Bytes per weight."""
         return DTYPE_BYTES[self.dtype]
 
+    def split(self, part: str) -> int:
+        """Return the number of ranks that split this part of each layer."""
+        return 1 if part in self.shape.unsplit else self.tp
+
     @property
     def ranks(self) -> int:
         """The number of ranks over which ZeRO shards the optimizer state."""

@@ -6,15 +6,20 @@ import math
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
-from functools import cached_property
+from functools import cached_property, partial
 from typing import Any
 
 from openrlhf.config.flags import UserError
 
 EXPERT = re.compile(r"(.*\.experts)\.(\d+)\.(.*?)(\.weight)?")
-LAYER = re.compile(r"\.(?:layers|h|blocks)\.(\d+)\.")
+LAYER = re.compile(r"(?:^|\.)(?:layers|h|blocks)\.(\d+)\.")
 EMBEDDINGS = re.compile(r"(.*\.)?(embed_tokens|wte|wpe|embed_in|embed_positions)\.weight")
 HEADS = re.compile(r"(lm_head|embed_out|score)\.weight")
+# Causal masks and RoPE frequencies, which older files contain, but which are not parameters.
+BUFFERS = re.compile(r"(.*\.)?(attn|attention)\.(masked_)?bias|.*\.inv_freq")
+
+ATTENTION = "attention"  # parts of a decoder layer
+MLP = "mlp"
 
 
 class PlanError(UserError, ValueError):
@@ -55,6 +60,11 @@ class Weight:
         return len(self.shape) == 2 and self.layer is not None and not is_router
 
     @property
+    def part(self) -> str:
+        """The part of a decoder layer that the weight belongs to."""
+        return ATTENTION if ".self_attn." in self.name else MLP
+
+    @property
     def module(self) -> str:
         """The last part of the layer's name, for example q_proj."""
         return self.name.removesuffix(".weight").rpartition(".")[2]
@@ -82,6 +92,8 @@ class ModelShape:
     windows: tuple[int | None, ...]  # sliding window of each layer, in tokens
     scalar: bool = False  # True if the output layer has one output
     stored_width: int = 4  # bytes per parameter in the model's files
+    unsplit: tuple[str, ...] = ()  # parts of a layer that tensor parallelism does not split
+    positions: int = 0  # number of positions for which the model was built; 0 if unknown
 
     @cached_property
     def parameters(self) -> int:
@@ -145,6 +157,7 @@ class Family:
     head_dim: int | None = None  # default head_dim; None for hidden size ÷ heads
     mixture: bool = False
     expert_width: str = "intermediate_size"
+    unsplit: tuple[str, ...] = ()  # parts of a layer that tensor parallelism does not split
 
 
 GEMMA_NORMS = (
@@ -170,10 +183,23 @@ FAMILIES = {
     "granite": Family(),
     "smollm3": Family(tied=True),
     "olmo2": Family(
-        qk_norm="all", norms=("post_attention_layernorm", "post_feedforward_layernorm")
+        qk_norm="all",
+        norms=("post_attention_layernorm", "post_feedforward_layernorm"),
+        unsplit=(ATTENTION,),
     ),
-    "phi3": Family(qkv_bias=False, output_bias=False, fused=("qkv", "gate_up")),
-    "glm4": Family(output_bias=False, norms=GLM_NORMS, fused=("gate_up",), head_dim=128),
+    "phi3": Family(
+        qkv_bias=False,
+        output_bias=False,
+        fused=("qkv", "gate_up"),
+        unsplit=(ATTENTION, MLP),
+    ),
+    "glm4": Family(
+        output_bias=False,
+        norms=GLM_NORMS,
+        fused=("gate_up",),
+        head_dim=128,
+        unsplit=(MLP,),
+    ),
     "mixtral": Family(qkv_bias=False, output_bias=False, mixture=True),
     "qwen2_moe": Family(
         qkv_bias=True,
@@ -216,7 +242,7 @@ def shape_from_config(config: Mapping[str, Any], name: str = "") -> ModelShape:
             f"Known architectures: {', '.join(FAMILIES)}. For other architectures, use a folder "
             "that also has the safetensors files, whose headers list the weights."
         )
-    is_scalar = any("SequenceClassification" in kind for kind in config.get("architectures") or [])
+    is_scalar = "SequenceClassification" in str(config.get("architectures"))
     tied = bool(text.get("tie_word_embeddings", family.tied))
     shape = _without_weights(config, family, name)
     shape = replace(shape, tied=tied and not is_scalar, scalar=is_scalar)
@@ -226,9 +252,16 @@ def shape_from_config(config: Mapping[str, Any], name: str = "") -> ModelShape:
 def shape_from_headers(
     headers: Mapping[str, Sequence[int]], config: Mapping[str, Any], name: str = ""
 ) -> ModelShape:
-    """Derive the shape of a model from the sizes of its stored weights, for any architecture."""
+    """Derive the shape of a model from the sizes of its stored weights, for any architecture.
+
+    Raises PlanError if there are no weights, or if config.json lacks a size.
+    """
+    if not headers:
+        raise PlanError(f"{name or 'The model'} has no weights in its safetensors files.")
     stacked: dict[str, tuple[int, ...]] = {}
     for stored, sizes in headers.items():
+        if BUFFERS.fullmatch(stored) and len(sizes) != 1:
+            continue
         found = EXPERT.fullmatch(stored)
         if found is None:
             stacked[stored] = tuple(sizes)
@@ -265,39 +298,54 @@ def _without_weights(
     """
     text = text_config(config)
     model_type = str(text.get("model_type", ""))
-    try:
-        hidden = int(text["hidden_size"])
-        heads = int(text["num_attention_heads"])
-        layers = int(text["num_hidden_layers"])
-        vocabulary = int(text["vocab_size"])
-    except (KeyError, TypeError, ValueError) as error:
-        raise PlanError(
-            f"{name or 'config.json'} has no usable {error}: a plan needs hidden_size, "
-            "num_attention_heads, num_hidden_layers and vocab_size."
-        ) from error
+    size = partial(_size, text, name)
+    hidden = size("hidden_size", "n_embd")
+    heads = size("num_attention_heads", "n_head")
+    layers = size("num_hidden_layers", "n_layer")
     if family.mixture:  # files of Transformers 4 and 5 use different keys
-        experts = int(text.get("num_experts") or text.get("num_local_experts") or 0)
-    dense = int(text.get("intermediate_size") or 4 * hidden)
-    width = dense
+        experts = size("num_experts", "num_local_experts")
+    width = dense = size("intermediate_size", "n_inner", default=4 * hidden)
     if experts:
-        width = int(text.get(family.expert_width) or dense)
+        width = size(family.expert_width, default=dense)
     return ModelShape(
         model_type=model_type,
         hidden=hidden,
         layers=layers,
         heads=heads,
-        kv_heads=int(text.get("num_key_value_heads") or heads),
-        head_dim=int(text.get("head_dim") or family.head_dim or hidden // heads),
+        kv_heads=size("num_key_value_heads", default=heads),
+        head_dim=size("head_dim", default=family.head_dim or hidden // heads),
         intermediate=width,
-        vocabulary=vocabulary,
+        vocabulary=size("vocab_size"),
         experts=experts,
-        experts_per_token=int(text.get("num_experts_per_tok") or 0),
-        shared_intermediate=int(text.get("shared_expert_intermediate_size") or 0),
+        experts_per_token=size("num_experts_per_tok", default=0),
+        shared_intermediate=size("shared_expert_intermediate_size", default=0),
         qk_norm=bool(family.qk_norm),
         norms_per_layer=len(family.norms),
-        windows=_windows(text, model_type, layers),
+        windows=_windows(text, model_type, layers, size("sliding_window", default=0)),
         stored_width=_stored_width(config),
+        unsplit=(MLP,) if experts else family.unsplit,
+        positions=size("max_position_embeddings", "n_positions", default=0),
     )
+
+
+def _size(text: Mapping[str, Any], name: str, *keys: str, default: int | None = None) -> int:
+    """Return the first size with one of these keys, or the default; without a default, a size is
+    required.
+
+    If an architecture has a size per layer, returns the largest. Raises PlanError for any other
+    value than a number.
+    """
+    value = default
+    for key in reversed(keys):
+        value = text.get(key) or value
+    if isinstance(value, list):
+        value = max(value)
+    if not isinstance(value, int) or value < 0:
+        raise PlanError(
+            f"The config.json of {name or 'the model'} has no usable {keys[0]} ({value!r}): a plan "
+            "needs a positive whole number."
+        )
+    return value
 
 
 def _has_experts(text: Mapping[str, Any], layer: int) -> bool:
@@ -316,7 +364,7 @@ def _weights(text: Mapping[str, Any], family: Family, shape: ModelShape) -> list
         if shape.experts and _has_experts(text, layer):
             weights += _mixture(shape, f"{prefix}mlp.")
         else:
-            width = int(text.get("intermediate_size") or 4 * hidden)
+            width = _size(text, "", "intermediate_size", default=4 * hidden)
             weights += _mlp(text, family, hidden, width, f"{prefix}mlp.")
         weights += [Weight(f"{prefix}{norm}.weight", (hidden,)) for norm in family.norms]
     weights.append(Weight("model.norm.weight", (hidden,)))
@@ -387,14 +435,17 @@ def _mixture(shape: ModelShape, prefix: str) -> list[Weight]:
     return weights
 
 
-def _windows(text: Mapping[str, Any], model_type: str, layers: int) -> tuple[int | None, ...]:
+def _windows(
+    text: Mapping[str, Any], model_type: str, layers: int, window: int
+) -> tuple[int | None, ...]:
     """Return each layer's sliding window in tokens, or None for a layer with full attention."""
-    window = text.get("sliding_window")
-    kinds = text.get("layer_types")
     if not window or text.get("use_sliding_window") is False:
         return (None,) * layers
-    if kinds:
+    kinds = text.get("layer_types")
+    if isinstance(kinds, list) and len(kinds) == layers:
         return tuple(window if kind == "sliding_attention" else None for kind in kinds)
+    if kinds:
+        raise PlanError(f"The layer_types in config.json must list {layers} layers, not {kinds!r}.")
     if model_type in ALL_SLIDING:
         return (window,) * layers
     period = int(text.get("sliding_window_pattern") or WINDOW_PERIODS.get(model_type, 1))

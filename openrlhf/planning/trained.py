@@ -13,8 +13,7 @@ ADAM_BYTES = OPTIMIZERS["adam"].moment_bytes
 
 def local_size(role: ModelRole, weight: Weight) -> int:
     """Return the number of elements of a weight on one rank after tensor parallelism."""
-    is_split = weight.is_linear and (not role.shape.experts or ".self_attn." in weight.name)
-    return weight.numel // role.tp if is_split else weight.numel
+    return weight.numel // (role.split(weight.part) if weight.is_linear else 1)
 
 
 def adapter_sizes(role: ModelRole, weight: Weight, tp: int) -> tuple[int, ...]:
@@ -25,6 +24,7 @@ def adapter_sizes(role: ModelRole, weight: Weight, tp: int) -> tuple[int, ...]:
     if not weight.is_linear or not _is_adapted(role, weight):
         return ()
     outputs, inputs = weight.shape
+    tp = min(tp, role.split(weight.part))
     if weight.module in ROW_SPLIT:
         inputs //= tp
     else:

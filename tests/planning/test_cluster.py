@@ -37,7 +37,21 @@ def test_cpu_machine_has_the_specified_memory_or_else_the_free_memory() -> None:
 
 
 @pytest.mark.parametrize(
-    "text", ["", "8", "8x", "x8", "8xFOO", "8xA100-80", "0x24GB", "4x0GB", "gpu", "2x8x2x24GB"]
+    "text",
+    [
+        "",
+        "8",
+        "8x",
+        "x8",
+        "8xFOO",
+        "8xA100-80",
+        "0x24GB",
+        "4x0GB",
+        "gpu",
+        "2x8x2x24GB",
+        "cpu-0GB",
+        "2xcpu-64GB",
+    ],
 )
 def test_error_for_an_invalid_cluster_quotes_its_text(text: str) -> None:
     with pytest.raises(PlanError, match=f"--cluster {text}"):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from pathlib import Path
 from typing import Any
 
@@ -12,8 +13,20 @@ from safetensors.torch import save_file
 from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
+from openrlhf.config.flags import UserError
+from openrlhf.config.shared import DeepSpeedConfig
+from openrlhf.layer_plan import COLUMN, ROW, split_patterns
 from openrlhf.planning.model_files import read_shape
-from openrlhf.planning.shapes import PlanError, shape_from_config, shape_from_headers
+from openrlhf.planning.offline_roles import frozen_role
+from openrlhf.planning.roles import ModelRole
+from openrlhf.planning.shapes import (
+    FAMILIES,
+    PlanError,
+    SplitError,
+    shape_from_config,
+    shape_from_headers,
+)
+from openrlhf.planning.trained import local_size
 from tests.planning.models import MODELS, PUBLISHED
 
 SMALL = {
@@ -184,3 +197,99 @@ def test_unknown_architecture_without_weight_files_is_named(tmp_path: Path) -> N
     (tmp_path / "config.json").write_text(json.dumps({"model_type": "novel"} | sizes))
     with pytest.raises(PlanError, match="'novel'"):
         read_shape(str(tmp_path))
+
+
+@pytest.mark.parametrize("model_type", FAMILIES)
+def test_tensor_parallelism_splits_the_layers_of_the_transformers_plan(model_type: str) -> None:
+    extra = MIXTURE if model_type.endswith("_moe") else {}
+    model = real_model(model_type, {"num_local_experts": 4} if model_type == "mixtral" else extra)
+    role = ModelRole(name="policy", shape=shape_from_config(stored_config(model)), tp=2)
+    local = {
+        weight.name for weight in role.shape.weights if local_size(role, weight) < weight.numel
+    }
+    try:
+        patterns = split_patterns(model.config, 2)
+    except UserError:
+        patterns = {COLUMN: [], ROW: []}
+    split = re.compile("|".join(rf"{each}\.weight" for each in patterns[COLUMN] + patterns[ROW]))
+    names = [name for name, _ in model.named_parameters()]
+    assert local == {name for name in names if split.fullmatch(name)}
+
+
+def test_model_without_a_plan_for_splitting_cannot_be_planned_with_tensor_parallelism(
+    tmp_path: Path,
+) -> None:
+    config = {**SMALL, "model_type": "phi3"}
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    shape = read_shape(str(tmp_path))
+    with pytest.raises(SplitError, match=r"phi3.*--ds.zero_stage 3"):
+        frozen_role("policy", shape, DeepSpeedConfig(tensor_parallel_size=2), 2, on_gpus=True)
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"hidden_size": 0},
+        {"hidden_size": None},
+        {"num_attention_heads": 0},
+        {"num_hidden_layers": -2},
+        {"vocab_size": 0},
+        {"num_key_value_heads": "two"},
+        {"intermediate_size": {"first": 1}},
+        {"sliding_window": "x", "use_sliding_window": True},
+        {"sliding_window": 8, "layer_types": ["sliding_attention"]},
+        {"sliding_window": 8, "layer_types": 5},
+        {"model_type": "qwen3_moe"},  # without the number of experts
+    ],
+)
+def test_unusable_size_in_config_is_a_plan_error(changes: dict[str, Any]) -> None:
+    with pytest.raises(PlanError, match=r"config\.json"):
+        shape_from_config({**SMALL, "model_type": "qwen2"} | changes)
+
+
+def test_sizes_per_layer_are_planned_as_the_largest() -> None:
+    config = {**SMALL, "model_type": "qwen2", "intermediate_size": [96, 64, 64, 64]}
+    assert shape_from_config(config).intermediate == 96
+
+
+@pytest.mark.parametrize("text", ["[]", "null", "3", '"text"'])
+def test_config_that_is_not_an_object_is_a_plan_error(tmp_path: Path, text: str) -> None:
+    (tmp_path / "config.json").write_text(text)
+    with pytest.raises(PlanError, match=tmp_path.name):
+        read_shape(str(tmp_path))
+
+
+@pytest.mark.parametrize(
+    ("file", "content"),
+    [
+        ("model.safetensors", b""),
+        ("model.safetensors", b"abc"),
+        ("model.safetensors", (1 << 62).to_bytes(8, "little") + b"{}"),
+        ("model.safetensors", (2).to_bytes(8, "little") + b"[]"),
+        ("model.safetensors", (2).to_bytes(8, "little") + b"{}"),
+        ("model.safetensors.index.json", b"[]"),
+        ("model.safetensors.index.json", b"{}"),
+    ],
+)
+def test_damaged_weight_file_is_a_plan_error(tmp_path: Path, file: str, content: bytes) -> None:
+    (tmp_path / "config.json").write_text(json.dumps({**SMALL, "model_type": "novel"}))
+    (tmp_path / file).write_bytes(content)
+    with pytest.raises(PlanError, match=tmp_path.name):
+        read_shape(str(tmp_path))
+
+
+def test_gpt2_is_read_from_files_without_its_causal_masks(tmp_path: Path) -> None:
+    sizes = {"n_embd": 64, "n_layer": 2, "n_head": 4, "n_positions": 32, "vocab_size": 128}
+    model = AutoModelForCausalLM.from_config(CONFIG_MAPPING["gpt2"](**sizes))
+    stored: dict[str, torch.Tensor] = {}
+    for name, parameter in model.transformer.named_parameters():
+        stored[name] = parameter.detach()
+    for layer in range(2):
+        stored[f"h.{layer}.attn.bias"] = torch.zeros(1, 1, 32, 32)
+        stored[f"h.{layer}.attn.masked_bias"] = torch.zeros(())
+    save_file(stored, tmp_path / "model.safetensors")
+    (tmp_path / "config.json").write_text(model.config.to_json_string(use_diff=False))
+    shape = read_shape(str(tmp_path))
+    assert shape.parameters == sum(p.numel() for p in model.parameters())
+    assert {weight.layer for weight in shape.weights} == {None, 0, 1}
+    assert (shape.hidden, shape.layers, shape.heads, shape.positions) == (64, 2, 4, 32)
