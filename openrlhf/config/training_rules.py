@@ -29,6 +29,8 @@ def weight_violations(ds: DeepSpeedConfig) -> Iterator[str]:
         yield from bitsandbytes_violations("ds.load_in_4bit", otherwise="leave it out")
     if ds.param_dtype == "fp16":
         yield "<ds.param_dtype> is not available yet: use bf16."
+    if ds.trained_stage(1) == 0 and ds.grad_accum_dtype not in (None, "fp32"):
+        yield "<ds.grad_accum_dtype> needs --ds.zero_stage 1, 2 or 3 with <ds.param_dtype>."
     if ds.adam_offload and ds.zero_stage == 0:
         yield "<ds.adam_offload> needs --ds.zero_stage 1, 2 or 3."
     if ds.param_offload != "none" and ds.zero_stage != 3:
@@ -201,13 +203,15 @@ def rank_violations(batch_size: int, ranks: int, *, micro: int, what: str) -> It
     For messages, `what` describes where `ranks` comes from.
     """
     each, rest = divmod(batch_size, ranks)
+    lower = f"{each * ranks} or " if each else ""
     if rest:
         yield (
             f"<train.batch_size> is not divisible by the {ranks} data-parallel ranks ({what}): use "
-            f"{max(1, each) * ranks} or {(each + 1) * ranks}."
+            f"{lower}{(each + 1) * ranks}."
         )
     elif each % max(1, micro):
+        nearest = max(size for size in range(1, micro) if each % size == 0)
         yield (
             f"<train.batch_size> on {ranks} rank(s) ({what}) gives each rank {each} samples, not a "
-            f"multiple of --train.micro_batch_size {micro}."
+            f"multiple of --train.micro_batch_size {micro}: use --train.micro_batch_size {nearest}."
         )

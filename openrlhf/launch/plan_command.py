@@ -14,9 +14,11 @@ from openrlhf.config.local_ppo import LocalPPOConfig
 from openrlhf.config.options import Reader
 from openrlhf.config.planning import PlanConfig
 from openrlhf.config.stages import STAGE_COMMANDS, StageCommand
+from openrlhf.config.supervised import SupervisedConfig
 from openrlhf.launch.planning import advised, this_machine
 from openrlhf.planning import advice, table
 from openrlhf.planning.cluster import Cluster, parse_cluster
+from openrlhf.planning.model_files import read_shape
 from openrlhf.planning.plan import make_plan
 from openrlhf.planning.step_time import step_lines
 from openrlhf.reporting import notice, say
@@ -50,8 +52,12 @@ def print_plan(config: PlanConfig, words: Sequence[str]) -> None:
     if config.longest:
         longest = advice.longest_length(planned, cluster)
         sentence = f"The largest --data.max_len that fits with these flags is {longest}."
+        trained = planned.model if isinstance(planned, SupervisedConfig) else planned.actor
+        positions = read_shape(trained.model_name_or_path).positions
         if longest == 0:
-            sentence = "No --data.max_len fits with these flags."
+            sentence = f"--data.max_len {advice.LENGTH_STEP} is already too long for these flags."
+        elif 0 < positions < longest:
+            sentence += f" The model has only {positions} positions."
         lines += ["", sentence]
         found["longest"] = longest
     if config.json:

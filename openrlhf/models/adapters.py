@@ -37,7 +37,7 @@ def add_adapters(
         task_type="SEQ_CLS" if head else "CAUSAL_LM",
         base_model_name_or_path=path,
         lora_dropout=lora.dropout,
-        target_modules=_targets(model, lora.target_modules, path),
+        target_modules=adapter_targets(model, lora.target_modules, path),
         **scale_settings(lora),
         use_dora=lora.dora,
     )
@@ -70,11 +70,12 @@ def stored_name(name: str) -> str:
     return PREFIX + name.replace(".lora_magnitude_vector.weight", ".lora_magnitude_vector")
 
 
-def _targets(model: PreTrainedModel, wanted: tuple[str, ...], path: str) -> list[str]:
+def adapter_targets(model: PreTrainedModel, wanted: tuple[str, ...], path: str) -> list[str]:
     """Return the names of the layers to adapt.
 
     `all-linear` selects every linear layer of the decoder. The output layer is adapted only if the
-    layer is listed and not tied to the embeddings.
+    layer is listed and not tied to the embeddings. Raises UserError for unknown
+    layers, and if the model has no linear layers.
     """
     all_linear = wanted == ("all-linear",)
     adaptable = set(model.get_decoder().modules())
@@ -87,6 +88,11 @@ def _targets(model: PreTrainedModel, wanted: tuple[str, ...], path: str) -> list
         if isinstance(layer, nn.Linear) and layer in adaptable:
             names.append(f".{name}")
     known = sorted({name.rpartition(".")[2] for name in names})
+    if not known:
+        raise UserError(
+            f"--ds.lora.rank: {path} has no linear layers, to which adapters could be added "
+            f"({model.config.model_type}). Leave out --ds.lora.rank."
+        )
     if all_linear:
         return known
     unknown: list[str] = []

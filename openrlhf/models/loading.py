@@ -1,7 +1,7 @@
 """Loads Transformers models with the dtype, attention and adapters from the flags."""
 
 import os
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from typing import Any, Self
@@ -26,7 +26,7 @@ from openrlhf.config.commands import ModelCommand
 from openrlhf.config.shared import DeepSpeedConfig, LoadingConfig, LoraConfig, TrainedModelConfig
 from openrlhf.layer_plan import split_patterns
 from openrlhf.models import packed_attention
-from openrlhf.models.adapters import add_adapters, unadapted_experts
+from openrlhf.models.adapters import adapter_targets, add_adapters, unadapted_experts
 from openrlhf.models.checkpointing import checkpoint_layers
 from openrlhf.models.weights import ModelError, StoredWeights, odd_experts, require_finite
 from openrlhf.reporting import notice
@@ -113,6 +113,8 @@ def named_weights(model_class: Any, spec: LoadSpec, **more: Any) -> StoredWeight
     quantized model, because only its own loader can match the names of its weights.
     """
     if getattr(configuration(spec), "quantization_config", None):
+        if isinstance(spec.ds, DeepSpeedConfig):  # other commands may leave the model to an engine
+            reject_quantized(spec)
         return None
     model, stored = read_model(
         model_class, spec, device_map="meta", trust_remote_code=spec.trust_remote_code, **more
@@ -120,6 +122,7 @@ def named_weights(model_class: Any, spec: LoadSpec, **more: Any) -> StoredWeight
     if stored.notice:
         notice(stored.notice)
     if spec.lora and spec.lora.rank:
+        adapter_targets(model, spec.lora.target_modules, spec.path)
         unadapted = unadapted_experts(model, spec.path)
         if unadapted:
             notice(unadapted)
@@ -154,8 +157,9 @@ def read_model(
 def configuration(spec: LoadSpec) -> Any:
     """Return the stored configuration.
 
-    Raises ModelError for unreadable files, and if dynamic RoPE would make frequencies depend on the
-    batch. Raises UserError if tensor parallelism cannot split the layers.
+    Raises ModelError for unreadable files, if --data.max_len exceeds the positions of a model
+    without RoPE, and if dynamic RoPE would make frequencies depend on the batch. Raises UserError
+    if tensor parallelism cannot split the layers.
     """
     if os.path.isdir(spec.path) and not os.path.exists(os.path.join(spec.path, "config.json")):
         files = ", ".join(sorted(os.listdir(spec.path))[:SHOWN_FILES]) or "none"
@@ -166,6 +170,7 @@ def configuration(spec: LoadSpec) -> Any:
         )
     with explaining_failures(spec):
         config = AutoConfig.from_pretrained(spec.path, trust_remote_code=spec.trust_remote_code)
+    _check_positions(spec, config, kinds=["none"])  # a table of positions has no further rows
     kind, positions = _rope(config)
     if kind == "dynamic" and spec.max_len and positions and spec.max_len > positions:
         raise ModelError(
@@ -179,17 +184,21 @@ def configuration(spec: LoadSpec) -> Any:
 
 
 def _rope(config: Any) -> tuple[str, int | None]:
-    """Return the type of RoPE scaling (`default` for no scaling), and the number of positions.
+    """Return the type of RoPE scaling, and the number of positions.
 
-    If layer types have different scalings, `dynamic` takes precedence.
+    The type is `default` for no scaling and `none` without RoPE. If layer types have different
+    scalings, `dynamic` takes precedence.
     """
-    stored = config.get_text_config().to_dict()
+    text = config.get_text_config()
+    positions = getattr(text, "max_position_embeddings", None)
     # The parameters of the entire model, or one entry per layer type.
-    parameters = stored.get("rope_parameters") or {}
+    parameters = getattr(text, "rope_parameters", None) or {}
+    if not parameters:
+        return "none", positions
     entries = [entry for entry in (parameters, *parameters.values()) if isinstance(entry, dict)]
     scalings = {entry.get("rope_type", "default") for entry in entries} - {"default"}
     scaling = min(scalings, default="default")  # "dynamic" sorts first
-    return scaling, stored.get("max_position_embeddings")
+    return scaling, positions
 
 
 def end_tokens(config: Any) -> list[int]:
@@ -257,10 +266,32 @@ def reject_transformed_logits(architecture: PretrainedConfig) -> None:
             )
 
 
+def reject_quantized(spec: LoadSpec) -> None:
+    """Raise ModelError for a model that is stored quantized, except in 4 bits for QLoRA."""
+    stored = getattr(configuration(spec), "quantization_config", None) or {}
+    method = stored.get("quant_method")
+    if not method:
+        return
+    in_4bit = method == "bitsandbytes" and stored.get("load_in_4bit")
+    if in_4bit and spec.ds.load_in_4bit:
+        return
+    advice = "Use the unquantized model."
+    if in_4bit:
+        advice = "Add --ds.load_in_4bit and --ds.lora.rank, or use the unquantized model."
+    raise ModelError(
+        f"{spec.path} is stored quantized ({method}), which this command does not support. {advice}"
+    )
+
+
 def check_positions(spec: LoadSpec) -> None:
     """Raise ModelError if --data.max_len exceeds the model's positions and RoPE is not scaled."""
-    kind, positions = _rope(configuration(spec))
-    if spec.max_len and positions and spec.max_len > positions and kind == "default":
+    _check_positions(spec, configuration(spec), kinds=("none", "default"))
+
+
+def _check_positions(spec: LoadSpec, config: Any, *, kinds: Sequence[str]) -> None:
+    """Raise ModelError if --data.max_len exceeds the positions of a model with such a RoPE."""
+    kind, positions = _rope(config)
+    if spec.max_len and positions and spec.max_len > positions and kind in kinds:
         raise ModelError(
             f"--data.max_len is {spec.max_len}, but {spec.path} has {positions} positions. "
             "Lower --data.max_len."
@@ -268,7 +299,11 @@ def check_positions(spec: LoadSpec) -> None:
 
 
 def pretrained_options(spec: LoadSpec) -> dict[str, Any]:
-    """Return the arguments of `from_pretrained` that are common to all models."""
+    """Return the arguments of `from_pretrained` that are common to all models.
+
+    Raises ModelError for a model that is stored quantized.
+    """
+    reject_quantized(spec)
     dtype = DTYPES[spec.ds.param_dtype]
     attention = spec.ds.attn_implementation
     if spec.ds.packing_samples and attention == "sdpa":

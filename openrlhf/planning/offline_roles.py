@@ -18,7 +18,7 @@ from openrlhf.config.supervised import (
 )
 from openrlhf.planning.model_files import read_shape
 from openrlhf.planning.roles import DTYPE_BYTES, ModelRole, Pass, check_split
-from openrlhf.planning.shapes import ATTENTION, MLP, ModelShape, SplitError
+from openrlhf.planning.shapes import ATTENTION, MLP, ModelShape, PlanError, SplitError
 
 # In a process reward model, this share of the tokens ends a step and therefore needs logits.
 STEP_SHARE = 1 / 16
@@ -29,7 +29,8 @@ def frozen_role(
 ) -> ModelRole:
     """Return the role of a frozen model on the same ranks as the trained model.
 
-    Raises SplitError if the ranks cannot share the model's heads or split its layers.
+    Raises SplitError if the ranks cannot share the model's heads or split its layers, and PlanError
+    if its weights are stored quantized, except in 4 bits for QLoRA.
     """
     check_split(
         "ds.tensor_parallel_size",
@@ -42,6 +43,11 @@ def frozen_role(
             f"--ds.tensor_parallel_size {ds.tensor_parallel_size}: Transformers has no plan for "
             f"splitting the layers of {shape.model_type}. Use --ds.tensor_parallel_size 1 and "
             "--ds.zero_stage 3."
+        )
+    if shape.quantization and not (shape.quantization == "bitsandbytes" and ds.load_in_4bit):
+        raise PlanError(
+            f"The {name}'s weights are stored quantized ({shape.quantization}). Use the "
+            "unquantized model, with --ds.load_in_4bit and --ds.lora.rank for QLoRA."
         )
     dtype = ds.param_dtype
     packed = ds.packing_samples

@@ -93,6 +93,7 @@ class ModelShape:
     scalar: bool = False  # True if the output layer has one output
     stored_width: int = 4  # bytes per parameter in the model's files
     unsplit: tuple[str, ...] = ()  # parts of a layer that tensor parallelism does not split
+    quantization: str = ""  # method by which the stored weights are quantized
     positions: int = 0  # number of positions for which the model was built; 0 if unknown
 
     @cached_property
@@ -324,6 +325,7 @@ def _without_weights(
         windows=_windows(text, model_type, layers, size("sliding_window", default=0)),
         stored_width=_stored_width(config),
         unsplit=(MLP,) if experts else family.unsplit,
+        quantization=(config.get("quantization_config") or {}).get("quant_method", ""),
         positions=size("max_position_embeddings", "n_positions", default=0),
     )
 

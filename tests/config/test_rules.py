@@ -39,7 +39,9 @@ BROKEN: list[tuple[str, str, str]] = [
      "--ds.attn_implementation fast is unknown: use flash_attention_2"),
     (SFT, "--train.batch_size 12 --train.micro_batch_size 8",
      "--train.batch_size 12 on 1 rank(s) (the launcher started 1) gives each rank 12 samples, "
-     "not a multiple of --train.micro_batch_size 8"),
+     "not a multiple of --train.micro_batch_size 8: use --train.micro_batch_size 6"),
+    (SFT, "--ds.param_dtype fp32 --ds.zero_stage 0 --ds.grad_accum_dtype bf16",
+     "--ds.grad_accum_dtype bf16 needs --ds.zero_stage 1, 2 or 3 with --ds.param_dtype fp32"),
     (SFT, "--data.multiturn --data.layout columns",
      "--data.multiturn needs --data.apply_chat_template"),
     (SFT, "--data.tokenizer_chat_template gone.jinja",
@@ -626,7 +628,10 @@ def test_batch_size_is_checked_against_the_number_of_launched_processes(
     monkeypatch.setenv("WORLD_SIZE", "3")
     (sentence,) = violations(SFT, "")
     assert "not divisible by the 3 data-parallel ranks (the launcher started 3)" in sentence
-    assert "use 126" in sentence
+    assert "use 126 or 129." in sentence
+    monkeypatch.setenv("WORLD_SIZE", "512")
+    (sentence,) = violations(SFT, "")
+    assert sentence.endswith("use 512.")
 
 
 @pytest.mark.parametrize("flag", ["--ds.ring_attn_size", "--ds.tensor_parallel_size"])

@@ -70,6 +70,24 @@ def test_plan_prints_table_verdict_and_flags_that_fit(
     assert "--data.dataset is required" in printed.err
 
 
+@pytest.mark.parametrize(
+    ("flags", "expected"),
+    [
+        ("--cluster 4x24GB", "--data.max_len 128 is already too long"),
+        ("--cluster 8xH100 --ds.zero_stage 3 --train.batch_size 8", "has only 4096 positions"),
+    ],
+)
+def test_longest_length_names_what_limits_it(
+    paths: dict[str, str], tmp_path: Path, capsys: pytest.CaptureFixture[str], flags: str,
+    expected: str,
+) -> None:  # fmt: skip
+    config = json.loads(Path(paths["llama2-7b"], "config.json").read_text())
+    (tmp_path / "config.json").write_text(json.dumps(config | {"max_position_embeddings": 4096}))
+    line = f"sft --model.model_name_or_path {tmp_path} {flags} --longest"
+    plan_program.main([*line.split(), "--model.gradient_checkpointing_enable"])
+    assert expected in capsys.readouterr().out
+
+
 def test_json_plan_lists_bytes_for_each_instant_model_and_kind(
     paths: dict[str, str], capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -16,7 +16,7 @@ import torch
 from peft import AutoPeftModelForCausalLM, AutoPeftModelForSequenceClassification, get_peft_model
 from peft import LoraConfig as PeftConfig
 from torch import Tensor
-from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification
+from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification, GPT2Config
 
 from openrlhf.checkpoints.export import export_hf
 from openrlhf.cli import lora_combiner
@@ -24,7 +24,13 @@ from openrlhf.config.flags import UserError
 from openrlhf.config.shared import LoraConfig, TrainedModelConfig
 from openrlhf.core.batches import offsets_of
 from openrlhf.models.adapters import adapters_off
-from openrlhf.models.loading import STEP_TOKENS, LoadSpec, load_causal_lm, step_tokens
+from openrlhf.models.loading import (
+    STEP_TOKENS,
+    LoadSpec,
+    check_causal_lm,
+    load_causal_lm,
+    step_tokens,
+)
 from openrlhf.models.policy import PolicyModel
 from openrlhf.models.scalar import load_scalar
 from openrlhf.training.whole import trained_tensors, whole_tensors
@@ -358,3 +364,19 @@ def test_published_4_bit_weights_equal_the_values_used_in_computation(tmp_path: 
     with adapters_off(hf):
         assert torch.equal(logits(hf), before)
     assert 0 < float((before - exact).abs().max()) < 0.5  # the rounding error of 4-bit weights
+
+
+def test_adapters_for_a_model_without_linear_layers_are_rejected(tmp_path: Path) -> None:
+    config = GPT2Config(vocab_size=64, n_embd=32, n_layer=1, n_head=2, n_positions=64)
+    AutoModelForCausalLM.from_config(config).save_pretrained(tmp_path)
+    with pytest.raises(UserError, match=r"--ds\.lora\.rank.*gpt2"):
+        load_causal_lm(spec(str(tmp_path)))
+
+
+@pytest.mark.parametrize("modules", [("nosuch",), ("q_proj", "nosuch")])
+def test_start_up_check_rejects_unknown_target_modules(
+    tmp_path: Path, modules: tuple[str, ...]
+) -> None:
+    path = save_tiny_model(tmp_path, "llama")
+    with pytest.raises(UserError, match=r"target_modules nosuch.*q_proj"):
+        check_causal_lm(spec(path, LoraConfig(rank=4, target_modules=modules)))

@@ -452,3 +452,12 @@ def test_max_len_above_the_position_limit_is_rejected_without_rope_scaling(
     with pytest.raises(ModelError, match=r"--data\.max_len is 513.* 512 positions"):
         check_positions(spec_of(tmp_path, tiny_config("llama"), max_len=513))
     check_positions(spec_of(tmp_path, longrope_config(), max_len=1000))
+
+
+def test_max_len_above_the_positions_of_a_model_without_rope_is_rejected(tmp_path: Path) -> None:
+    """Such a model has a table of positions; a longer text would raise an IndexError."""
+    sizes = {"n_embd": 32, "n_layer": 2, "n_head": 4, "n_positions": 128}
+    config = AutoConfig.for_model("gpt2", vocab_size=64, **sizes)
+    with pytest.raises(ModelError, match=r"--data\.max_len is 129.* 128 positions"):
+        configuration(spec_of(tmp_path, config, max_len=129))
+    configuration(spec_of(tmp_path, config, max_len=128))

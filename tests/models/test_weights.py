@@ -9,6 +9,7 @@ import json
 import re
 import shutil
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -22,7 +23,7 @@ from transformers import AutoConfig, AutoModelForCausalLM
 from openrlhf.cli import main
 from openrlhf.config.evaluation import EvaluationConfig
 from openrlhf.config.options import parse_config
-from openrlhf.config.shared import LoraConfig
+from openrlhf.config.shared import DeepSpeedConfig, LoraConfig
 from openrlhf.evaluation import batch_inference, chat, runs
 from openrlhf.launch import offline, start
 from openrlhf.models.loading import ModelError, check_causal_lm, explaining_failures, load_causal_lm
@@ -444,3 +445,27 @@ def test_matching_model_prints_no_notice(
     check_scalar_weights(load_spec(folder))  # a reward model, whose head replaces the output layer
     assert capsys.readouterr().err == ""
     assert AutoConfig.from_pretrained(folder).tie_word_embeddings is False
+
+
+@pytest.mark.parametrize(
+    ("stored", "advice"),
+    [
+        ({"quant_method": "fp8"}, "Use the unquantized model"),
+        ({"quant_method": "bitsandbytes", "load_in_4bit": True}, "--ds.load_in_4bit"),
+        ({"quant_method": "bitsandbytes", "load_in_8bit": True}, "Use the unquantized model"),
+    ],
+)
+def test_quantized_model_is_rejected_with_the_method_and_what_works(
+    tmp_path: Path, stored: dict[str, object], advice: str
+) -> None:
+    save_tiny_model(tmp_path, "llama")
+    file = tmp_path / "config.json"
+    config = json.loads(file.read_text())
+    file.write_text(json.dumps(config | {"quantization_config": stored}))
+    spec = load_spec(tmp_path)
+    expected = rf"quantized \({stored['quant_method']}\).*{advice}"
+    with pytest.raises(ModelError, match=expected):
+        load_causal_lm(spec)
+    check_causal_lm(spec)  # an engine may serve the model
+    with pytest.raises(ModelError, match=expected):
+        check_causal_lm(replace(spec, ds=DeepSpeedConfig()))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -293,3 +294,14 @@ def test_gpt2_is_read_from_files_without_its_causal_masks(tmp_path: Path) -> Non
     assert shape.parameters == sum(p.numel() for p in model.parameters())
     assert {weight.layer for weight in shape.weights} == {None, 0, 1}
     assert (shape.hidden, shape.layers, shape.heads, shape.positions) == (64, 2, 4, 32)
+
+
+def test_quantized_model_is_planned_only_in_4_bits_for_qlora() -> None:
+    stored = {"quantization_config": {"quant_method": "bitsandbytes"}}
+    shape = shape_from_config({**SMALL, "model_type": "qwen2"} | stored)
+    ds = DeepSpeedConfig(load_in_4bit=True)
+    assert frozen_role("policy", shape, ds, 1, on_gpus=True).load_in_4bit
+    with pytest.raises(PlanError, match=r"policy.*bitsandbytes.*--ds\.load_in_4bit"):
+        frozen_role("policy", shape, DeepSpeedConfig(), 1, on_gpus=True)
+    with pytest.raises(PlanError, match="fp8"):
+        frozen_role("policy", replace(shape, quantization="fp8"), ds, 1, on_gpus=True)
