@@ -1,0 +1,76 @@
+"""Tests that a loss can be computed on a GPU: no operation mixes its tensors with the CPU's."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from openrlhf.config.shared import DeepSpeedConfig
+from openrlhf.core.batches import Ragged
+from openrlhf.observability.metrics import values
+from openrlhf.trainers.tasks import OfflineTask
+from tests.second_device import DEVICE, Elsewhere, SecondDevice, move
+from tests.tiny import save_tiny_model
+from tests.trainers.offline_job import rows_of, task_of
+from tests.trainers.test_logit_chunks import Frozen
+
+TASKS = [
+    "sft",
+    "dpo",
+    "orpo",
+    "kto",
+    "kd",
+    "kd_top",
+    "prm_hard",
+    "prm_soft",
+    "prm_vocabulary",
+    "rm",
+]
+
+
+@pytest.fixture(scope="module")
+def models(tmp_path_factory: pytest.TempPathFactory) -> tuple[str, str]:
+    folder = tmp_path_factory.mktemp("models")
+    return save_tiny_model(folder / "policy", seed=1), save_tiny_model(folder / "other", seed=2)
+
+
+def backward(task: OfflineTask[Any, Any, Any], model: nn.Module, micro: Ragged) -> dict[str, float]:
+    """Compute the loss of a micro-batch and its gradients, and return the logged numbers."""
+    with torch.no_grad():
+        micro, numbers = task.before(model, micro)
+    totals: Mapping[str, float] = {**task.counts(micro), **numbers}
+    loss, metrics = task.loss(model, micro, totals)
+    loss.backward()
+    return values(metrics)
+
+
+def test_an_operation_with_tensors_on_both_devices_raises_runtime_error() -> None:
+    with SecondDevice(), pytest.raises(RuntimeError, match="on the CPU and on the second device"):
+        torch.ones(3, device=DEVICE) + torch.ones(3)
+
+
+@pytest.mark.parametrize("packing", [True, False])
+@pytest.mark.parametrize("name", TASKS)
+def test_loss_and_gradients_on_a_second_device_equal_those_on_the_cpu(
+    name: str, packing: bool, models: tuple[str, str]
+) -> None:
+    ds = DeepSpeedConfig(param_dtype="fp32", packing_samples=packing, attn_implementation="sdpa")
+    task = task_of(name, *models, ds)
+    model = task.load_model().train()
+    frozen: dict[str, Any] = {flag: Frozen(load()) for flag, load in task.frozen_models().items()}
+    task.frozen = frozen
+    micro = task.collate([*rows_of(name, 0), *rows_of(name, 1)])
+    expected = backward(task, model, micro)
+    gradients = {key: weight.grad for key, weight in model.named_parameters()}
+    with SecondDevice():
+        for teacher in frozen.values():
+            move(teacher.module)
+        found = backward(task, move(model), micro.to(DEVICE))
+    assert found == pytest.approx(expected, rel=1e-5)
+    for key, weight in model.named_parameters():
+        assert isinstance(weight.grad, Elsewhere)
+        torch.testing.assert_close(weight.grad.held, gradients[key], msg=key)
