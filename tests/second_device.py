@@ -20,7 +20,7 @@ DEVICE = torch.device("meta")
 aten: Any = torch.ops.aten
 COPIES = {aten.copy_.default, aten._to_copy.default}
 INDEXED = {aten.index.Tensor, aten.index_put.default, aten.index_put_.default}
-READS = {aten._local_scalar_dense.default, aten.equal.default}
+READS = {aten._local_scalar_dense.default, aten.equal.default, aten.nonzero.default}
 
 
 class Elsewhere(Tensor):
@@ -62,8 +62,8 @@ class Elsewhere(Tensor):
 class SecondDevice(TorchDispatchMode):
     """Compute everything on the second device on the CPU until the block exits.
 
-    `reads` counts the numbers and tensors that were read back from the device, each of which makes
-    a CPU wait for a GPU.
+    `reads` are the operations whose results depend on values that are read back from the device,
+    which makes a CPU wait for a GPU.
     """
 
     def __init__(self) -> None:
@@ -89,8 +89,9 @@ class SecondDevice(TorchDispatchMode):
     ) -> Any:
         options = dict(kwargs or {})
         result = compute(func, args, options)
-        if _on_device((args, options)) and (func in READS or not _on_device(result)):
-            self.reads.append(str(func))
+        if _on_device((args, options)):
+            if func in READS or _selects_with_mask(func, args) or not _on_device(result):
+                self.reads.append(str(func))
         return result
 
 
@@ -128,12 +129,16 @@ class _Literals(TorchFunctionMode):
 def compute(func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
     """Compute an operation on the CPU. Its result is on the device on which a GPU would have it.
 
-    Raises RuntimeError for an operation that a GPU cannot compute because of a tensor on the CPU.
+    Raises RuntimeError for an operation that a GPU cannot compute because of a tensor on the CPU,
+    and for a copy to the CPU whose values may be read before they have arrived.
     """
     is_device = _on_device((args, kwargs))
     requested = kwargs.get("device")
     if requested is not None:
-        is_device = torch.device(requested) == DEVICE
+        to_device = torch.device(requested) == DEVICE
+        if is_device and not to_device and kwargs.get("non_blocking"):
+            raise RuntimeError("a copy to the CPU that does not wait may be read too early")
+        is_device = to_device
         kwargs["device"] = torch.device("cpu")
     elif func is aten.copy_.default:
         is_device = isinstance(args[0], Elsewhere)
@@ -163,6 +168,13 @@ def _elsewhere(values: Any) -> list[Elsewhere]:
 
 def _on_device(values: Any) -> bool:
     return bool(_elsewhere(values))
+
+
+def _selects_with_mask(func: Any, args: Sequence[Any]) -> bool:
+    """Return whether an operation has an index whose length depends on the values of a mask."""
+    return func in INDEXED and any(
+        isinstance(index, Tensor) and index.dtype == torch.bool for index in args[1]
+    )
 
 
 def _held(value: Any) -> Any:

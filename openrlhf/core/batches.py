@@ -167,11 +167,11 @@ class Flat:
             selected[column.name] = column.values[places[column.role]]
         return replace(self, offsets=offsets_of(self.lengths[index]), **selected)
 
-    def to(self, device: torch.device | str, *, non_blocking: bool = True) -> Self:
+    def to(self, device: torch.device | str) -> Self:
         """Return the same batch with every column on `device`."""
-        moved: dict[str, Any] = {"offsets": self.offsets.to(device, non_blocking=non_blocking)}
+        moved: dict[str, Any] = {"offsets": self.offsets.to(device)}
         for column in self.present_columns():
-            moved[column.name] = column.values.to(device, non_blocking=non_blocking)
+            moved[column.name] = column.values.to(device)
         return replace(self, **moved)
 
 

@@ -24,6 +24,7 @@ from openrlhf.core.batches import (
     per_token,
 )
 from openrlhf.core.trajectory import Prompt, StopReason, Trajectory
+from tests.second_device import DEVICE, SecondDevice
 
 LENGTHS = st.lists(st.integers(0, 9), min_size=1, max_size=12)
 TOKEN_COLUMNS = ("tokens", "action_mask", "rollout_logprobs", "advantages", "old_logprobs")
@@ -117,6 +118,14 @@ def test_select_copies_columns() -> None:
     part = batch.select([1])
     part.tokens.zero_()
     assert batch.tokens.tolist() == [0, 1, 2, 3, 4]
+
+
+def test_copy_to_the_cpu_is_complete_when_it_returns() -> None:
+    """PyTorch's non-blocking copies from a GPU return before their values have arrived."""
+    batch = Ragged.of([[1, 2], [3]])
+    with SecondDevice():
+        copied = batch.to(DEVICE).to("cpu")
+    assert copied.tokens.tolist() == [1, 2, 3]
 
 
 def test_replace_keeps_other_columns() -> None:
