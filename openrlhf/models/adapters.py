@@ -49,7 +49,9 @@ def add_adapters(
         lambda _, layer: (layer.weight.device, torch.float32),
     )
     with in_float32, torch.random.fork_rng(devices=[]):
-        torch.manual_seed(seed)
+        # Adapters are drawn on the CPU. torch.manual_seed would also reset the generators of GPUs,
+        # and all ranks would then drop the same activations.
+        torch.default_generator.manual_seed(seed)
         peft.inject_adapter_in_model(settings, model)
     if head:
         settings.modules_to_save = [head]

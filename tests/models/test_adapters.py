@@ -61,6 +61,17 @@ def moved(hf: Any) -> Any:
     return hf.eval()
 
 
+def test_new_adapters_do_not_change_the_generators_of_gpus(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The generators of two GPUs would otherwise draw the same dropout masks."""
+    path = save_tiny_model(tmp_path)
+    seeds: list[int] = []
+    monkeypatch.setattr(torch.cuda, "manual_seed_all", seeds.append)
+    load_causal_lm(spec(path, seed=7))
+    assert not seeds
+
+
 def logits(hf: Any) -> Tensor:
     with torch.no_grad():
         return hf(TOKENS).logits
