@@ -20,16 +20,15 @@ from torch.nn.attention.varlen import varlen_attn
 from torch.nn.functional import scaled_dot_product_attention
 from transformers import AttentionInterface, PreTrainedModel
 
-from openrlhf.models.ring_attention import RingRow, kernel_dtype, ring_attention
+from openrlhf.models.ring_attention import RingRow, flash_computes, kernel_dtype, ring_attention
 from openrlhf.models.shared_prefixes import sharing
 
 NAME = "packed_sdpa"
 FLASH = "flash_attention_2"
-WIDEST_HEAD = 256  # largest head size of FlashAttention's kernels
-OLDEST_GPU = (8, 0)  # CUDA compute capability that FlashAttention's kernels require
 # PyTorch 2.11 accepts fewer key heads than query heads without this argument.
-TOLD = "enable_gqa" in inspect.signature(varlen_attn).parameters
-GROUPED: dict[str, Any] = {"enable_gqa": True} if TOLD else {}
+GROUPED: dict[str, Any] = {}
+if "enable_gqa" in inspect.signature(varlen_attn).parameters:
+    GROUPED["enable_gqa"] = True
 
 
 class UnsupportedAttentionError(ValueError):
@@ -72,7 +71,7 @@ def packed_sdpa(
         attended = ring_attention(query, key, value, ring_row, scale=scaling, window=sliding_window)
         return attended.transpose(1, 2), None
     assert document_lengths is not None
-    if document_offsets is not None and dropout == 0 and _flash_computes(query, value):
+    if document_offsets is not None and dropout == 0 and flash_computes(query, value):
         offsets = document_offsets.to(query.device)  # the model's layers may be on several GPUs
         longest = max(document_lengths)
         flash: Any = varlen_attn(
@@ -126,15 +125,6 @@ def _attend_to_documents(
     documents = (states.to(dtype).split(lengths, 2) for states in (query, key, value))
     # Keep the parts out of a variable so that they are freed before the conversion.
     return torch.cat(list(map(attend, *documents)), 2).transpose(1, 2).to(query.dtype)
-
-
-def _flash_computes(query: Tensor, value: Tensor) -> bool:
-    """Return whether PyTorch's FlashAttention supports this head size on this GPU."""
-    if not query.is_cuda or torch.cuda.get_device_capability(query.device) < OLDEST_GPU:
-        return False
-    head_dim = query.shape[-1]
-    fits = head_dim == value.shape[-1] and head_dim % 8 == 0 and head_dim <= WIDEST_HEAD
-    return fits and query.dtype in (torch.bfloat16, torch.float16)
 
 
 def _window_mask(length: int, window: int | None, device: torch.device) -> Tensor | None:

@@ -22,6 +22,8 @@ from torch import Tensor
 from openrlhf.ring import Ring
 
 CHUNKS_PER_RANK = 2
+WIDEST_HEAD = 256  # largest head size of FlashAttention's kernels
+OLDEST_GPU = (8, 0)  # CUDA compute capability that FlashAttention's kernels require
 aten: Any = torch.ops.aten
 
 
@@ -347,11 +349,18 @@ def _attend_backward(
 
 
 def _has_kernel(query: Tensor, value: Tensor, mask: Tensor | None) -> bool:
-    if query.shape[-1] != value.shape[-1]:
-        return False
     if query.is_cuda:
-        return mask is None and query.dtype in (torch.bfloat16, torch.float16)
-    return True
+        return mask is None and flash_computes(query, value)
+    return query.shape[-1] == value.shape[-1]
+
+
+def flash_computes(query: Tensor, value: Tensor) -> bool:
+    """Return whether PyTorch's FlashAttention supports this head size on this GPU."""
+    if not query.is_cuda or torch.cuda.get_device_capability(query.device) < OLDEST_GPU:
+        return False
+    head_dim = query.shape[-1]
+    fits = head_dim == value.shape[-1] and head_dim % 8 == 0 and head_dim <= WIDEST_HEAD
+    return fits and query.dtype in (torch.bfloat16, torch.float16)
 
 
 def _repeated(states: Tensor, query: Tensor) -> Tensor:
