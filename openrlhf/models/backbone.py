@@ -163,7 +163,8 @@ class HeadedModel(nn.Module):
         positions = torch.arange(num_tokens, device=tokens.device)
         positions = positions - offsets[:-1].repeat_interleave(offsets.diff())
         arguments: dict[str, Any] = {}
-        # positions of this rank's tokens in the decoder's flat output
+        # Positions of this rank's tokens in the decoder's flat output. They are not a mask, because
+        # a CPU would wait for the decoder on a GPU before it knows how many entries a mask selects.
         rows: Tensor | slice = slice(None)
         # positions of this rank's tokens in the batch, if the rank has only a part of the batch
         places: Tensor | None = None
@@ -171,7 +172,7 @@ class HeadedModel(nn.Module):
             row = RingRow(self.ring, offsets.diff().tolist())
             arguments["ring_row"] = row
             places = row.places(tokens.device)
-            rows = places < num_tokens  # exclude the padding of the row
+            rows = (places < num_tokens).nonzero()[:, 0]  # exclude the padding of the row
             places = places[rows]
             block, positions = row.own_part(tokens)[None], row.own_part(positions)[None]
         elif self.packing:
@@ -187,7 +188,7 @@ class HeadedModel(nn.Module):
             layout = Layout.of(offsets)
             block, positions = layout.pad(tokens), layout.pad(positions)
             arguments["attention_mask"] = layout.real.long()
-            rows = layout.real.flatten()
+            rows = layout.real.flatten().nonzero()[:, 0]
         balancing = self.balancing and self.training
         if balancing:
             arguments["output_router_logits"] = True

@@ -59,11 +59,13 @@ class PolicyModel(HeadedModel):
 
         Logits are computed only for the wanted tokens, one chunk at a time.
         """
-        decoded = self.decode(tokens, offsets)
         scored = wanted.clone()
         scored[offsets[:-1]] = False
+        # The CPU waits for the GPU here, and therefore not after it has started the decoder.
+        targets = scored.nonzero()[:, 0]
+        decoded = self.decode(tokens, offsets)
         # A token is scored from the state of the preceding token.
-        previous = decoded.held(scored.nonzero()[:, 0] - 1)
+        previous = decoded.held(targets - 1)
         places = previous + 1
         logprobs, entropies = self.head.scores(
             decoded.at(previous), tokens[places], temperature, entropy

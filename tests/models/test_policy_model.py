@@ -15,6 +15,7 @@ from openrlhf.models.loading import reject_transformed_logits
 from openrlhf.models.policy import PolicyModel
 from openrlhf.models.shared_prefixes import SharedPrefixes
 from tests.allocations import LargestTensor
+from tests.second_device import DEVICE, SecondDevice, move
 from tests.tiny import tiny_config
 
 LENGTHS = [5, 1, 9, 3]
@@ -177,3 +178,17 @@ def test_architecture_that_transforms_logits_is_rejected() -> None:
     config.final_logit_softcapping = 30.0
     with pytest.raises(ValueError, match=r"final_logit_softcapping = 30\.0"):
         reject_transformed_logits(config)
+
+
+@pytest.mark.parametrize("packing", [True, False])
+def test_gpu_runs_the_decoder_and_the_head_without_waiting_for_the_cpu(
+    packing: bool, hf: PreTrainedModel
+) -> None:
+    model = as_model(hf, packing=packing)
+    reads: list[int] = []
+    with SecondDevice() as device:
+        move(model)
+        decoder = model.hf.get_decoder()
+        decoder.register_forward_hook(lambda *_: reads.append(len(device.reads)))
+        model(*(column.to(DEVICE) for column in batch()), entropy=True)
+        assert reads == [len(device.reads)]
