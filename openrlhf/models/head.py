@@ -177,12 +177,3 @@ def _without_hooks(layer: nn.Module) -> Iterator[None]:
             for hooks in ("_forward_pre_hooks", "_forward_hooks"):
                 stack.enter_context(patch.object(module, hooks, OrderedDict()))
         yield
-
-
-def preceding(states: Float[Tensor, "N ..."], places: Int[Tensor, " K"]) -> Float[Tensor, "K ..."]:
-    """Return the states one token before each of `places`, none of which may start a sequence.
-
-    All reads of the previous token's state go through this function, because that token may be on
-    another rank if a sequence is split.
-    """
-    return states[places - 1]

@@ -15,7 +15,7 @@ from transformers.models.auto.modeling_auto import MODEL_FOR_SEQUENCE_CLASSIFICA
 
 from openrlhf.models import loading
 from openrlhf.models.backbone import HeadedModel, Outputs
-from openrlhf.models.head import OutputHead, preceding
+from openrlhf.models.head import OutputHead
 from openrlhf.models.loading import LoadSpec, ModelError, configuration, end_tokens
 from openrlhf.models.weights import StoredWeights, require_finite
 
@@ -83,7 +83,7 @@ def state_values(values: Float[Tensor, " N"], offsets: Int[Tensor, " B+1"]) -> F
     later = torch.ones_like(values, dtype=torch.bool)
     later[offsets[:-1]] = False
     places = later.nonzero()[:, 0]
-    return torch.zeros_like(values).index_put((places,), preceding(values, places))
+    return torch.zeros_like(values).index_put((places,), values[places - 1])
 
 
 def load_scalar(
