@@ -21,6 +21,8 @@ from openrlhf.models.ring_attention import RingRow
 from openrlhf.models.scalar import ScalarModel
 
 CheckedModel = PolicyModel | ScalarModel
+# Names under which configurations store the dropout of attention scores.
+ATTENTION_DROPOUTS = ("attention_dropout", "attn_pdrop", "attention_probs_dropout_prob")
 LENGTHS = (11, 17)  # lengths of the two short sequences, in tokens
 # The two long sequences exceed the reach of the model's attention by this number of tokens.
 TOKENS_BEYOND_REACH = (16, 32)
@@ -81,14 +83,15 @@ def prove_layout(model: nn.Module) -> list[Finding]:
         )
         fix = "Use a different architecture (Llama, Qwen, Mistral, …)."
         return [Finding(seen, fix, fails=True)]
-    dropout = getattr(model.hf.config.get_text_config(), "attention_dropout", None)
-    if model.ring and dropout:
-        seen = (
-            f"{_name(model)}, has an attention dropout of {dropout}, which ring attention cannot "
-            "apply."
-        )
-        fix = "Use --ds.ring_attn_size 1, or set attention_dropout to 0 in its config.json."
-        return [Finding(seen, fix, fails=True)]
+    for name in ATTENTION_DROPOUTS:
+        dropout = getattr(model.hf.config.get_text_config(), name, None)
+        if model.ring and dropout:
+            seen = (
+                f"{_name(model)}, has an attention dropout of {dropout}, which ring attention "
+                "cannot apply."
+            )
+            fix = f"Use --ds.ring_attn_size 1, or set {name} to 0 in its config.json."
+            return [Finding(seen, fix, fails=True)]
     was_training = model.training
     device = next(model.parameters()).device
     devices = [device] if device.type == "cuda" else []

@@ -114,6 +114,13 @@ class RoleMemory:
         """
         return min(self.gathered_bytes, self.role.width * self.role.shape.largest_weight)
 
+    @property
+    def second_copy_bytes(self) -> int:
+        """The size of this rank's part of the second copy of the weights (hpZ), on any device."""
+        if self.role.zpg == 1:
+            return 0
+        return self.whole_bytes // self.role.zpg
+
     @cached_property
     def optimizer_bytes(self) -> int:
         """The size of moments and float32 master weights in bytes, on any device."""
@@ -353,9 +360,10 @@ class RoleMemory:
             return {}
         sizes = pass_bytes(self.role, batch, self.constants)
         gradients = self.gradients
+        copy = 0 if self.role.param_offload else self.second_copy_bytes
         fixed = self.idle(awake=True) + Usage(
             logits=self.role.teacher_bytes,
-            weights=self._gathered_in_training,
+            weights=copy + self._gathered_in_training,
         )
         earlier = gradients.kept if self.role.window > 1 else 0
         inner = sizes.training
@@ -370,6 +378,7 @@ class RoleMemory:
         step = self.idle(awake=True) + Usage(
             gradients=gradients.kept + gradients.step,
             optimizer=self._sampled_bytes(),
+            weights=copy,
         )
         return {Instant.FORWARD: forward, Instant.BACKWARD: backward, Instant.STEP: step}
 
@@ -472,7 +481,7 @@ def predict_host(role: ModelRole, constants: Constants) -> dict[Instant, Usage]:
             state += 4 * memory.trained
     kept = Usage(optimizer=state)
     if role.param_offload:
-        kept += Usage(weights=memory.weight_bytes)
+        kept += Usage(weights=memory.weight_bytes + memory.second_copy_bytes)
     usage = dict.fromkeys(Instant, kept)
     # The first step creates the gradients of an offloaded optimizer.
     usage[Instant.LOAD] += Usage(optimizer=-memory.gradients.host)

@@ -32,6 +32,7 @@ class ModelRole:
     tp: int = 1  # number of ranks that split each layer
     sp: int = 1  # number of ranks that split each sequence
     zero_stage: int = 0  # the effective stage; frozen models are sharded only in stage 3
+    zpg: int = 1  # number of ranks that keep a second copy of the weights; 1 for no copy
     trained: bool = False
     optimizer: str = "adam"
     grad_accum_dtype: str = "fp32"

@@ -151,11 +151,15 @@ def training_time(role: ModelRole, cluster: Cluster, *, tokens: int, length: int
     moved = 2 * gradients  # gradients are reduced, and new weights are gathered
     if role.zero_stage == 2:
         moved = (role.window + 1) * gradients
-    elif role.zero_stage == 3:
-        moved = role.window * (2 * weights + gradients)
+    gathered = 0.0  # by backward passes
+    if role.zero_stage == 3:
+        moved = role.window * (weights + gradients)
+        gathered = role.window * weights
     if role.ranks == 1:
-        moved = 0.0
+        moved = gathered = 0.0
+    holders = role.zpg if role.zpg > 1 else role.ranks
     communication = gather_seconds(moved, cluster, role.ranks)
+    communication += gather_seconds(gathered, cluster, holders)
     # Forward, backward and recomputed passes; the ring's backward pass also moves the gradients.
     exchanged, exchanging = layer_exchange(
         role, cluster, tokens=own, all_reduces=2 + again, rounds=3 + again
@@ -164,7 +168,7 @@ def training_time(role: ModelRole, cluster: Cluster, *, tokens: int, length: int
         compute=compute,
         communication=communication + exchanging,
         optimizer=_offloaded_seconds(role, cluster),
-        sent_bytes=moved + exchanged,
+        sent_bytes=moved + gathered + exchanged,
     )
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import pytest
 import torch
@@ -30,6 +30,7 @@ from openrlhf.models.loading import (
 from openrlhf.models.policy import PolicyModel
 from openrlhf.models.proof import LENGTHS, attention_reach, prove_layout
 from openrlhf.models.scalar import ScalarModel, load_scalar
+from openrlhf.ring import Ring
 from tests import tiny
 from tests.loading import load_spec
 from tests.tiny import tiny_config
@@ -275,6 +276,20 @@ def test_nearly_equal_values_far_from_zero_may_differ_by_rounding() -> None:
         values = ScalarModel(hf, packing=False)(torch.arange(3, 20), torch.tensor([0, 17])).values
     assert float(values.mean().abs()) > 1 > 100 * float(values.std()) > 0
     check(ScalarModel(hf, packing=False))
+
+
+@pytest.mark.parametrize(("kind", "name"), [("qwen2", "attention_dropout"), ("gpt2", "attn_pdrop")])
+def test_attention_dropout_is_rejected_with_a_ring(kind: str, name: str) -> None:
+    sizes = {"hidden_size": 32, "num_hidden_layers": 1, "num_attention_heads": 2}
+    config = AutoConfig.for_model(kind, vocab_size=64, **sizes)
+    setattr(config, name, 0.2)
+    hf = AutoModelForCausalLM.from_config(config, attn_implementation=packed_attention.NAME)
+    model = PolicyModel(hf, packing=True)
+    model.ring = Ring(group=cast(Any, None), ranks=(0, 1), rank=0)
+    [finding] = prove_layout(model)
+    assert finding.fails
+    assert name in finding.fix
+    assert "0.2" in finding.seen
 
 
 def test_layout_check_leaves_the_model_and_the_rng_state_unchanged() -> None:

@@ -65,6 +65,18 @@ def role_of(configure: Configure, line: str) -> ModelRole:
     return role
 
 
+def test_second_copy_of_the_weights_is_gathered_within_a_machine(configure: Configure) -> None:
+    """Of three parts of the communication, the backward pass's gathering leaves the network."""
+    line = f"sft {SFT_FLAGS} --ds.zero_stage 3"
+    [role, *_] = offline_roles(configure(line, "2x8xH100-80GB"), 16, True)
+    cluster = parse_cluster("2x8xH100-80GB")
+    plain = training_time(role, cluster, tokens=2048, length=2048)
+    copied = training_time(replace(role, zpg=8), cluster, tokens=2048, length=2048)
+    assert copied.sent_bytes == plain.sent_bytes
+    slow, fast = 8 * 25, 450  # GB/s between and within machines
+    assert copied.communication / plain.communication == pytest.approx((2 + slow / fast) / 3)
+
+
 def test_kto_scores_both_texts_with_the_reference_and_one_with_the_policy(
     configure: Configure,
 ) -> None:

@@ -10,7 +10,7 @@ from dataclasses import replace
 import pytest
 
 from openrlhf.planning.constants import CPU, CUDA
-from openrlhf.planning.memory import RoleMemory
+from openrlhf.planning.memory import RoleMemory, predict_role
 from openrlhf.planning.roles import ModelRole, Pass
 from openrlhf.planning.shapes import shape_from_config
 from openrlhf.planning.usage import Instant
@@ -100,3 +100,16 @@ def test_norm_copies_the_largest_gradient_in_float64(policy: ModelRole) -> None:
     assert step_bytes(many) == pytest.approx(expected, rel=1e-3)
     offloaded = replace(policy, zero_stage=3, dp=4, adam_offload=True)  # gradients in CPU memory
     assert RoleMemory(offloaded, CUDA).gradients.step == 0
+
+
+@pytest.mark.parametrize("zpg", [2, 4])
+def test_second_copy_takes_the_weights_divided_by_its_ranks(policy: ModelRole, zpg: int) -> None:
+    """The copy exists from the first training pass until training ends."""
+    plain = replace(policy, zero_stage=3, dp=8)
+    copied = replace(plain, zpg=zpg)
+    before, after = predict_role(plain, CUDA), predict_role(copied, CUDA)
+    for instant in Instant:
+        trains = instant in (Instant.FORWARD, Instant.BACKWARD, Instant.STEP)
+        added = after[instant].total - before[instant].total
+        expected = 2 * policy.shape.parameters // zpg if trains else 0
+        assert added == pytest.approx(expected, rel=1e-6)
