@@ -53,7 +53,6 @@ def _common_config(ds: DeepSpeedConfig) -> dict[str, Any]:
         "steps_per_print": 10**9,
         "log_level": "error",
         "bf16": {"enabled": ds.param_dtype == "bf16"},
-        "fp16": {"enabled": ds.param_dtype == "fp16"},
         # Accumulate bfloat16 gradients in float32, because a window may have many micro-batches.
         "data_types": {"grad_accum_dtype": ds.grad_accum_dtype or "fp32"},
     }

@@ -36,8 +36,6 @@ from openrlhf.training.universal import converted, is_sharded_differently
 Totals = Mapping[str, float]  # counts of tokens or sequences by name
 Metrics = dict[str, Metric]
 M = TypeVar("M")  # a micro-batch
-# Maps --ds.param_dtype to the data type of those weights that have float32 master weights.
-ROUNDED_DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -77,8 +75,10 @@ class TrainEngine:
             # Transformers loads models in evaluation mode.
             # Evaluation mode disables dropout and gradient checkpointing.
             module.train()
-        rounded_dtype = ROUNDED_DTYPES.get(ds.param_dtype)
-        unrounded = round_new_weights(module, rounded_dtype)
+        is_rounded = ds.param_dtype == "bf16"  # True if weights have float32 master weights
+        unrounded: dict[str, Tensor] = {}
+        if is_rounded:
+            unrounded = round_new_weights(module)
         wrapped = make_optimizer(module, optimizer, offload=ds.adam_offload)
         engine = initialize(
             config,
@@ -89,7 +89,7 @@ class TrainEngine:
         if isinstance(wrapped, Muon):
             wrapped.attach(engine.optimizer, strategy.device)
         self.changes: ChangedWeights | None = None  # None if weights are not rounded
-        if rounded_dtype:
+        if is_rounded:
             restore_masters(engine.module, unrounded)
             self.changes = ChangedWeights(engine.module)
         self.deepspeed = engine

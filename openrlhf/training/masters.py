@@ -25,23 +25,18 @@ from openrlhf.training.whole import full_shape, is_adapter
 MAX_SAMPLED_WEIGHTS = 4_000_000
 
 
-def round_new_weights(module: nn.Module, dtype: torch.dtype | None) -> dict[str, Tensor]:
-    """Round trained float32 weights to `dtype`, and return their exact values by name.
+def round_new_weights(module: nn.Module) -> dict[str, Tensor]:
+    """Round trained float32 weights to bfloat16, and return their exact values by name.
 
-    Models are loaded in `dtype`, so any float32 weights belong to newly added adapters and scalar
-    heads. Does nothing if `dtype` is None.
+    Models are loaded in bfloat16. Float32 weights belong to new adapters and scalar heads, or are
+    weights that Transformers keeps in float32, which DeepSpeed would round too.
     """
     exact: dict[str, Tensor] = {}
     for name, parameter in module.named_parameters():
         is_sharded = hasattr(parameter, "ds_id")
-        if (
-            dtype
-            and parameter.requires_grad
-            and parameter.dtype == torch.float32
-            and not is_sharded
-        ):
+        if parameter.requires_grad and parameter.dtype == torch.float32 and not is_sharded:
             exact[name] = parameter.data
-            parameter.data = parameter.data.to(dtype)
+            parameter.data = parameter.data.bfloat16()
     return exact
 
 
