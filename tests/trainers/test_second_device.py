@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from contextlib import nullcontext
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -10,8 +12,9 @@ import torch
 from torch import nn
 
 from openrlhf.config.shared import DeepSpeedConfig
-from openrlhf.core.batches import Ragged
-from openrlhf.observability.metrics import values
+from openrlhf.core.batches import Ragged, TokenRows
+from openrlhf.observability.metrics import Mean, Metric, values
+from openrlhf.trainers.supervised import SupervisedTrainer
 from openrlhf.trainers.tasks import OfflineTask
 from tests.second_device import DEVICE, Elsewhere, SecondDevice, move
 from tests.tiny import save_tiny_model
@@ -74,3 +77,30 @@ def test_loss_and_gradients_on_a_second_device_equal_those_on_the_cpu(
     for key, weight in model.named_parameters():
         assert isinstance(weight.grad, Elsewhere)
         torch.testing.assert_close(weight.grad.held, gradients[key], msg=key)
+
+
+def test_evaluation_keeps_only_one_micro_batch_on_the_device(
+    models: tuple[str, str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    ds = DeepSpeedConfig(param_dtype="fp32", packing_samples=True, attn_implementation="sdpa")
+    task = task_of("sft", *models, ds)
+    waiting: list[type] = []
+
+    def loss(micro: TokenRows, totals: Mapping[str, float]) -> tuple[None, dict[str, Metric]]:
+        waiting.append(type(micro.tokens))
+        return None, {"train/gpt_loss": Mean(1.0, 1.0)}
+
+    trainer: Any = SupervisedTrainer.__new__(SupervisedTrainer)
+    trainer.task = task
+    trainer.train = task.config.train
+    trainer.engine = SimpleNamespace(evaluating=nullcontext, module=None)
+    trainer.strategy = SimpleNamespace(
+        device=DEVICE, dp_rank=0, dp_size=1, gather=lambda value: [value]
+    )
+    trainer.eval_rows = [*rows_of("sft", 0), *rows_of("sft", 1)]
+    trainer.step = 0
+    monkeypatch.setattr(trainer, "_loss", loss, raising=False)
+    with SecondDevice():
+        trainer.measure()
+    assert len(waiting) > 1
+    assert Elsewhere not in waiting
