@@ -25,7 +25,8 @@ from openrlhf.reporting import notice, say
 
 FEWER_DEVICES = (
     "Lower the numbers of devices: --actor.num_nodes and --actor.num_gpus_per_node (also for ref, "
-    "critic and reward), --vllm.num_engines and --vllm.tensor_parallel_size."
+    "critic and reward), --vllm.num_engines and --vllm.tensor_parallel_size. With "
+    "--train.colocate_all, all models and engines share the policy's devices."
 )
 LOCAL_PPO = {"train_ppo": StageCommand("train_ppo", LocalPPOConfig)}
 

@@ -72,7 +72,10 @@ def memory_findings(config: Any, plan: Plan | None) -> list[Finding]:
 def advised(config: Any, nearest: advice.Advice | None) -> Iterator[str]:
     """Yield sentences that describe the nearest settings with which the run fits."""
     if nearest is None:
-        yield "No setting fits on this cluster: use a smaller model, or more or larger devices."
+        yield (
+            "No setting fits on this cluster: use a smaller model, a lower --data.max_len, or more "
+            "or larger devices."
+        )
         return
     pool = nearest.plan.tightest
     peak = pool.total(pool.peak)
