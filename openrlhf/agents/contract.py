@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 from openrlhf.config.rollout import RuleConfig
 from openrlhf.core.trajectory import Failure
 from openrlhf.data.continuation import encode_after, encode_text
-from openrlhf.isolation.loading import awaited, load_function, parameters_of, plain
+from openrlhf.isolation.loading import awaited, check_method, load_function, parameters_of, plain
 from openrlhf.rewards.function import Arguments
 from openrlhf.rewards.protocol import RewardRequest, RewardResult, numbers, read_rewards
 from openrlhf.rewards.rule import HTTPReward
@@ -127,12 +127,15 @@ class MultiTurnAgentExecutor(AgentExecutorBase):
         env_kwargs: Mapping[str, Any] | None = None,
         turn_rewards: bool = False,
     ) -> None:
-        is_class = inspect.isclass(agent_instance_cls)
-        is_subclass = is_class and issubclass(agent_instance_cls, AgentInstanceBase)
+        is_subclass = inspect.isclass(agent_instance_cls) and issubclass(
+            agent_instance_cls, AgentInstanceBase
+        )
         if not is_subclass or agent_instance_cls.__abstractmethods__:
             raise TypeError(
                 f"{agent_instance_cls!r} must be a subclass of AgentInstanceBase that defines step"
             )
+        check_method(agent_instance_cls, "reset", "states")
+        check_method(agent_instance_cls, "step", "states")
         self.agent_instance_cls = agent_instance_cls
         self.env_kwargs = env_kwargs or {}
         self.turn_rewards = turn_rewards
@@ -386,7 +389,8 @@ def _check_entries(returned: Any, step: str) -> None:
         raise ContractMistake(f"{step} returned {returned!r}; {expected}")
     for name in ("rewards", "done"):
         if returned.get(name) is None:
-            raise ContractMistake(f"{step} returned no {name}; {expected}")
+            keys = ", ".join(map(str, returned))
+            raise ContractMistake(f"{step} returned no {name} (its keys are: {keys}); {expected}")
     if returned.get("environment_images") is not None:
         raise ContractMistake(f"{step} returned environment_images; the policy only reads text")
     done = returned["done"]

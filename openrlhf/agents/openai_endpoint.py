@@ -38,6 +38,7 @@ from openrlhf.agents.conversation import (
 )
 from openrlhf.data.continuation import encode_text
 from openrlhf.data.messages import Message
+from openrlhf.isolation.loading import check_method
 from openrlhf.rollout.sampling import SamplingParams
 
 if TYPE_CHECKING:
@@ -99,6 +100,7 @@ class OpenAIAgentExecutor(AgentExecutorBase):
     needs_chat_template = True
 
     def __init__(self) -> None:
+        check_method(type(self), "run_agent", "prompt", "label", "session_id")
         self._sessions: dict[str, _Session] = {}
         self._serving: asyncio.Task[None] | None = None
 

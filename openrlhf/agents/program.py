@@ -17,7 +17,7 @@ from pydantic import TypeAdapter, ValidationError
 from openrlhf.agents.answers import CompletionOutput, EngineRefusal, Logprob, RequestOutput
 from openrlhf.agents.contract import AgentExecutorBase, ContractMistake
 from openrlhf.agents.old_steps import executor_of_step
-from openrlhf.isolation.loading import awaited, load_file, takes
+from openrlhf.isolation.loading import awaited, check_method, load_file, takes
 from openrlhf.isolation.program import ASK, Ask
 from openrlhf.reporting import notice
 from openrlhf.rollout.sampling import Generation, SamplingParams
@@ -38,14 +38,6 @@ IGNORED_PARAMS = {
 # For each vLLM parameter that `SamplingParams` lacks, the values that have no effect. For
 # parameters that are not listed, None has no effect.
 NEUTRAL_PARAMS = {"n": 1, "bad_words": [], "spaces_between_special_tokens": True}
-OLD_QUEUE = """\
-was written for releases 0.8.7 to 0.9.0. Remove the arguments of its class, change its method to
-    async def execute(
-        self, prompt, label, sampling_params, max_length, hf_tokenizer, llm_engine, images=None
-    )
-and return the dict that it now puts on self.result_queue. Or subclass MultiTurnAgentExecutor and \
-call
-    super().__init__(YourAgentInstance)"""
 
 
 class EngineProxy:
@@ -212,6 +204,15 @@ def load_executor(path: Path) -> AgentExecutorBase:
             "        def __init__(self):\n"
             "            super().__init__(YourAgentInstance)"
         )
-    if not takes(kind.execute, "llm_engine"):
-        raise TypeError(f"{path} {OLD_QUEUE}")
+    named = [*inspect.signature(AgentExecutorBase.execute).parameters][1:]
+    if not takes(kind.execute, "images"):
+        named.remove("images")
+    if takes(kind, "result_queue") and not takes(kind.execute, "llm_engine"):
+        raise TypeError(
+            f"{path} was written for releases 0.8.7 to 0.9.0. Remove the arguments of its class, "
+            f"change its method to\n    async def execute(self, {', '.join(named)})\n"
+            "and return the dict that it now puts on self.result_queue. Or subclass "
+            "MultiTurnAgentExecutor and call\n    super().__init__(YourAgentInstance)"
+        )
+    check_method(kind, "execute", named=named)
     return kind()

@@ -5,7 +5,7 @@ import importlib.util
 import inspect
 import os
 import sys
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from functools import cache
 from pathlib import Path
 from types import ModuleType
@@ -87,6 +87,24 @@ def takes(function: Callable[..., Any], name: str) -> bool:
     """Return True if a function accepts a keyword argument with this name."""
     parameters = inspect.signature(function).parameters
     return name in parameters or any(each.kind is each.VAR_KEYWORD for each in parameters.values())
+
+
+def check_method(kind: type[Any], name: str, *positional: str, named: Sequence[str] = ()) -> None:
+    """Raise TypeError if a method of a user's class does not accept the arguments of its calls.
+
+    Only plain functions are checked.
+    """
+    method = inspect.getattr_static(kind, name)
+    if not inspect.isfunction(method):
+        return
+    signature = inspect.signature(method, follow_wrapped=False)
+    try:
+        signature.bind(kind, *positional, **dict.fromkeys(named))
+    except TypeError as error:
+        raise TypeError(
+            f"{kind.__name__}.{name}{signature} cannot be called with "
+            f"({', '.join([*positional, *named])}): {error}"
+        ) from None
 
 
 async def awaited(value: Any) -> Any:

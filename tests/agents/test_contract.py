@@ -271,6 +271,19 @@ def test_step_function_from_older_releases_is_wrapped_with_a_notice(logs: Path) 
         ("../../rewards/reward_files/trouble.py", "AgentExecutor"),
         ("misspelt.py", "Game.*step"),
         ("openai_client.py", "chat_template.jinja"),
+        (
+            "narrow_execute.py",
+            r"AgentExecutor\.execute\(self, prompt, label\) cannot be called with \(prompt, label,",
+        ),
+        (
+            "narrow_step.py",
+            r"Game\.step\(self, observation, action\) cannot be called with \(states\): .*'action'",
+        ),
+        ("narrow_reset.py", r"Game\.reset\(self\) cannot be called with \(states\)"),
+        (
+            "narrow_client.py",
+            r"run_agent\(self, prompt, label\) .* with \(prompt, label, session_id\)",
+        ),
     ],
 )
 def test_file_without_an_agent_is_rejected_with_a_suggested_fix(
@@ -541,7 +554,7 @@ def mistakes(logs: Path) -> Iterator[Stand]:
     [
         ("no observation", "Game.reset returned None"),
         ("none", "Game.step returned None"),
-        ("no rewards", "Game.step returned no rewards"),
+        ("no rewards", "Game.step returned no rewards (its keys are: done)"),
         ("no done", "Game.step returned no done"),
         ("done in words", "Game.step returned done 'no'"),
         ("done in a list", "Game.step returned done [False]"),
