@@ -2,6 +2,7 @@
 
 import importlib.util
 import sys
+import traceback
 from collections.abc import Generator, Sequence
 from contextlib import contextmanager
 from functools import cache
@@ -49,9 +50,16 @@ def _load_file(file: Path, name: str, path: str) -> None:
 
 @contextmanager
 def _failures(plugin: str, *, module: str) -> Generator[None, None, None]:
-    """Add the plug-in's name to an error raised in the block, and unload the failed module."""
+    """Add the plug-in's name to an error raised in the block, and unload the failed module.
+
+    The message ends with the lines of the plug-in that led to the error.
+    """
     try:
         yield
     except Exception as error:
         sys.modules.pop(module, None)
-        raise ConfigError(f"{plugin} failed: {type(error).__name__}: {error}") from error
+        lines = ""
+        for frame in traceback.extract_tb(error.__traceback__):
+            if frame.filename != __file__ and not frame.filename.startswith("<frozen "):
+                lines += f"\n  {frame.filename}, line {frame.lineno}: {frame.line}"
+        raise ConfigError(f"{plugin} failed: {type(error).__name__}: {error}{lines}") from error

@@ -182,6 +182,11 @@ def test_error_names_the_failed_plugin_and_its_exception(tmp_path: Path) -> None
     for _ in range(2):
         with pytest.raises(ConfigError, match=r"--plugin .*bad\.py failed: ZeroDivisionError"):
             ppo(f"--plugin {file}")
+    file.write_text("def half(x):\n    return x / 0\n\n\nhalf(1)\n")
+    with pytest.raises(
+        ConfigError, match=r"\n.*bad\.py, line 5: half.*\n.*, line 2: return x / 0$"
+    ):
+        ppo(f"--plugin {file}")
     with pytest.raises(ConfigError, match=r"--plugin gone\.py is not a readable Python file"):
         ppo("--plugin gone.py")
 
