@@ -1,6 +1,7 @@
 """`openrlhf reward test`, which calls a run's reward on rows with given responses."""
 
 import asyncio
+import math
 import shutil
 import tempfile
 import time
@@ -239,10 +240,7 @@ def print_scores(rows: Sequence[Scored], *, seconds: float, at_once: int) -> Non
         failed_rows.setdefault(row.result.error or "", []).append(row)
     for error, same in list(failed_rows.items())[:SHOWN_ERRORS]:
         response = _end(same[0].request.response)
-        if len(same) == 1:
-            say(f"\n{same[0].result.failure}, with the response {response!r}")
-        else:
-            say(f"\n{same[0].result.failure} in {len(same):,} rows, first with {response!r}")
+        say(f"\n{same[0].result.failure} in {len(same):,} row(s), first with {response!r}")
         say(without_secrets(error).strip())
 
 
@@ -268,7 +266,7 @@ def _facts(rows: Sequence[Scored], seconds: float, at_once: int) -> Iterator[tup
         yield f"  {kind}", f"{count:,}"
     times = sorted(row.seconds for row in rows)
     median = median_high(times)
-    percentile_99 = times[int(0.99 * (len(times) - 1))]
+    percentile_99 = times[math.ceil(0.99 * len(times)) - 1]
     yield (
         "time of a call",
         f"median {median:.3g} s, 99 % within {percentile_99:.3g} s, longest {times[-1]:.3g} s",
