@@ -9,7 +9,7 @@ import re
 import unicodedata
 from collections.abc import Collection, Sequence
 from contextlib import suppress
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from itertools import accumulate
 from typing import Any, Self
 
@@ -173,8 +173,7 @@ def compare_formats(
     """
     if trained is None:
         return []
-    same_input_template = trained.input_template == used.input_template
-    if same_input_template and trained.chat_template == used.chat_template:
+    if replace(trained, ending=used.ending) == used:
         return []
     if trained.input_template and in_template(trained.input_template, prompts):
         return []  # the rows already contain the template
@@ -295,12 +294,10 @@ def dated_template(tokenizer: PreTrainedTokenizerBase) -> list[Finding]:
     question = [{"role": "user", "content": ANSWER}]
     if NAME not in str(tokenizer.chat_template):
         return []
-    dated = True
     with suppress(ValueError):  # the template may require more, e.g. a system message
         one_day = render(tokenizer, question, variables=clock_at("2001-02-03"))
-        dated = one_day != render(tokenizer, question, variables=clock_at("2014-05-16"))
-    if not dated:
-        return []
+        if one_day == render(tokenizer, question, variables=clock_at("2014-05-16")):
+            return []
     moment: str = vars(tokenizer).get(MOMENT) or now()
     seen = (
         f"The chat template inserts the date ({NAME}). This run renders every row with "
@@ -371,8 +368,9 @@ def chat_end(tokenizer: PreTrainedTokenizerBase, stops: Collection[str]) -> list
         return []
     if any(stop in after for stop in stops):
         return []
-    seen = (
-        f"The chat template ends an answer with {after!r}, but generation stops at "
-        f"{', '.join(sorted(stops))}: add --rollout.stop {after.strip()!r}."
-    )
-    return [Finding(seen)]
+    stopping = f"generation stops at {', '.join(sorted(stops))}"
+    if not after:
+        seen = f"The chat template adds nothing to the end of an answer, but {stopping}."
+        return [Finding(seen, "Add an end-of-turn text to the template.")]
+    seen = f"The chat template ends an answer with {after!r}, but {stopping}."
+    return [Finding(seen, f"Add --rollout.stop ${after.strip() or after!r}.")]

@@ -217,8 +217,18 @@ def test_common_ending_of_answers_is_detected(
 def test_chat_template_whose_end_token_does_not_stop_generation_produces_a_notice() -> None:
     tokenizer = build_tokenizer(PLAIN_CHAT)
     said = str(*chat_end(tokenizer, {"<eos>"}))
-    assert "'<|end|>\\n', but generation stops at <eos>: add --rollout.stop '<|end|>'" in said
+    assert "'<|end|>\\n', but generation stops at <eos>. Add --rollout.stop $'<|end|>'." in said
     assert chat_end(tokenizer, {"<eos>", "<|end|>"}) == []
+
+
+@pytest.mark.parametrize(
+    ("end", "advice"), [("{{ '\n' }}", r"--rollout.stop $'\n'"), ("", "Add an end-of-turn text")]
+)
+def test_notice_about_a_template_without_an_end_token_never_suggests_an_empty_stop(
+    end: str, advice: str
+) -> None:
+    template = "{% for m in messages %}{{ m['content'] }}" + end + "{% endfor %}"
+    assert advice in str(*chat_end(build_tokenizer(template), {"<eos>"}))
 
 
 def test_rows_that_begin_with_the_template_text_are_reported() -> None:
