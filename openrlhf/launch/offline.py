@@ -198,18 +198,18 @@ def make_plan(
             f"--data.dataset {config.data.dataset} has {len(rows)} usable rows, fewer than one "
             f"batch. Lower --train.batch_size {size}. {rows.summary}"
         )
-    steps_per_epoch = len(rows) // size  # an incomplete last batch is dropped
+    steps_per_epoch, unused = divmod(len(rows), size)  # an incomplete last batch is dropped
     steps = steps_per_epoch * config.train.max_epochs
     memory = plan_of_run(config)
     report(*check_steps(steps, config, fix=MORE_STEPS), *memory_findings(config, memory))
     summary = (
-        f"{rows.summary} {steps} optimizer step(s) of {size} rows; {len(rows) % size} row(s) "
-        "unused per epoch."
+        f"{rows.summary} {steps} optimizer step(s) of {size} rows; {unused} row(s) unused per "
+        "epoch."
     )
     if eval_rows is None:
         eval_rows = task.measured_rows(rows)
         if eval_rows:
-            summary += f"  --eval.dataset is not set: evaluating {len(eval_rows)} training row(s)."
+            summary += f" --eval.dataset is not set: evaluating {len(eval_rows)} training row(s)."
     return Plan(
         train_rows=rows, eval_rows=eval_rows, total_steps=steps, summary=summary, memory=memory
     )
