@@ -23,7 +23,7 @@ import json
 import math
 import os
 import shutil
-from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
@@ -313,7 +313,7 @@ class CheckpointManager:
             manifest = checkpoint.tag + MANIFEST
             move(self.root / manifest, self._aside(checkpoint) / manifest)
         self._settle()
-        size = _size_on_disk(self.checkpoints())
+        size = _total_size(map(_files_of, self.checkpoints()))
         if size > self.max_bytes:
             warn(
                 f"The checkpoints that must be kept in {self.root} take {in_gib(size, 4)}, more "
@@ -355,7 +355,9 @@ class CheckpointManager:
         The finding is a failure if not even one checkpoint fits.
         """
         disk = disk_of(self.root)
-        kept = _size_on_disk(self.checkpoints())  # freed as new checkpoints are written
+        kept = _total_size(
+            map(_files_of, self.checkpoints())
+        )  # freed as new checkpoints are written
         needed = min((self.max_num + 1) * size, self.max_bytes + size)
         fails = disk.free < size
         if not disk.total or not (fails or disk.free + kept < needed):
@@ -405,39 +407,45 @@ def evictions(
     checkpoint shares.
     """
     evicted = [checkpoint for checkpoint in checkpoints if checkpoint.is_best][:-1]
-    kept = [checkpoint for checkpoint in checkpoints if checkpoint not in evicted]
-    number = sum(not checkpoint.is_best for checkpoint in kept)
-    size = _size_on_disk(kept)
+    number = sum(not checkpoint.is_best for checkpoint in checkpoints)
+    # Look up each file only once, because a shared file system may take milliseconds per file.
+    files = {each.nonce: _files_of(each) for each in checkpoints if each not in evicted}
 
     def rank(checkpoint: Checkpoint) -> tuple[bool, bool, float, int]:
         worth = checkpoint.worth
         return checkpoint.nonce not in damaged, worth is not None, worth or 0.0, checkpoint.sequence
 
     for checkpoint in sorted(checkpoints[:-1], key=rank):
-        if not checkpoint.is_best and (number > max_num or size > max_bytes):
+        if not checkpoint.is_best and (number > max_num or _total_size(files.values()) > max_bytes):
             evicted.append(checkpoint)
-            kept.remove(checkpoint)
+            del files[checkpoint.nonce]
             number -= 1
-            size = _size_on_disk(kept)
     return evicted
 
 
-def _size_on_disk(checkpoints: Iterable[Checkpoint]) -> int:
-    """Return the total size of the checkpoints' files in bytes. Hard-linked files count once."""
-    sizes: dict[Path | tuple[int, int], int] = {}
-    for checkpoint in checkpoints:
-        for name, (size, _) in checkpoint.files.items():
-            sizes[_file_identity(checkpoint.directory / name)] = size
-    return sum(sizes.values())
+# Identifies a file on disk, whatever its path; the path of a missing file identifies itself.
+FileKey = Path | tuple[int, int]
 
 
-def _file_identity(path: Path) -> Path | tuple[int, int]:
-    """Return a key that two paths share if they are hard links to the same file."""
-    try:
-        found = path.stat()
-    except OSError:
-        return path  # a missing file is not shared
-    return found.st_dev, found.st_ino
+def _files_of(checkpoint: Checkpoint) -> dict[FileKey, int]:
+    """Return the sizes in bytes of a checkpoint's files. Hard links to one file have one key."""
+    sizes: dict[FileKey, int] = {}
+    for name, (size, _) in checkpoint.files.items():
+        path = checkpoint.directory / name
+        key: FileKey = path
+        with suppress(OSError):  # a missing file
+            found = path.stat()
+            key = (found.st_dev, found.st_ino)
+        sizes[key] = size
+    return sizes
+
+
+def _total_size(files: Iterable[Mapping[FileKey, int]]) -> int:
+    """Return the total size in bytes of several checkpoints' files. A shared file counts once."""
+    merged: dict[FileKey, int] = {}
+    for sizes in files:
+        merged |= sizes
+    return sum(merged.values())
 
 
 def _tag(step: int, *, best: bool = False) -> str:

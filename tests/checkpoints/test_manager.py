@@ -479,6 +479,14 @@ def test_removal_of_a_linked_checkpoint_does_not_count_as_freed_space(tmp_path: 
     assert tags(manager) == ["best_global_step1", "global_step3"]
 
 
+def test_evictions_look_up_each_file_only_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    looked_up: list[Path] = []
+    monkeypatch.setattr(Path, "stat", lambda path: looked_up.append(path) or os.stat("/"))
+    rows = listed(*((f"global_step{step}", None, 1.0) for step in range(9)))
+    assert len(evictions(rows, max_num=2, max_bytes=math.inf)) == 7
+    assert len(looked_up) == len(set(looked_up)) == 9
+
+
 def test_newest_checkpoint_over_max_mem_is_kept_with_a_warning(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
