@@ -64,7 +64,7 @@ class Run:
         self.recorder = Recorder(self.config, self.start.run_dir, resume_step=resume_step)
         record_plan(self.memory, self.recorder)
         self.log_dir = str(self.recorder.folder.logs)
-        self.loop = BackgroundLoop()
+        self.loop = BackgroundLoop("rollout-loop")
         self.fleet = self.processes.fleet
         self.reward: Reward | None = None
 

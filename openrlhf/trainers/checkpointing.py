@@ -90,6 +90,7 @@ class Checkpointing:
         """Continue from a checkpoint and return its step."""
         state = checkpoint.state
         self.resumed = True
+        self.saved = state.step
         self._have_models(TrainedWorker.load_checkpoint, checkpoint, "load the checkpoint")
         drawn = Path(checkpoint.engine_dir(SOURCE_PART)) / checkpoint.tag
         self.source.resume(step=state.step, consumed=state.consumed, folder=drawn)

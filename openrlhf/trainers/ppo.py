@@ -15,7 +15,7 @@ from openrlhf.cluster.worker_group import HostHandles, WorkerGroup
 from openrlhf.config.learning import RLFlags
 from openrlhf.core.batches import Experience
 from openrlhf.core.trajectory import Trajectory
-from openrlhf.observability.metrics import Last, Mean, Metric, merge_all, values
+from openrlhf.observability.metrics import Last, Mean, Metric, values
 from openrlhf.observability.recorder import Recorder
 from openrlhf.rewards.budget import RewardErrors
 from openrlhf.rollout.background import RolloutError
@@ -106,9 +106,10 @@ class PPOTrainer:
                         continue
                     experience, metrics = self.assign_credit(batch)  # r_t, Â_t, Ĝ_t
                     if experience.num_rows:
-                        metrics.append(self.improve(experience))  # V, π
-                        self.publish()  # π_rollout ← π_θ
-                    self.end_step(merge_all(metrics))
+                        metrics |= self.improve(experience)  # V, π
+                    self.adapt_kl(metrics)  # β
+                    self.publish()  # π_rollout ← π_θ
+                    self.end_step(metrics)
                 if self.evaluation.is_due(self.step, last=self.is_last_step):
                     self.evaluate()
                 if self.checkpointing.is_due(self.step, stopped=self.stopped):
@@ -118,7 +119,8 @@ class PPOTrainer:
     def begin(self) -> None:
         """Publish the initial or resumed weights, and evaluate them if an evaluation is due."""
         self.recorder.display.begin(self.source.total_steps, done=self.step)
-        self.weights.publish(self.step)  # π_rollout ← π_θ
+        if self.samples_again:
+            self.weights.publish(self.step)  # π_rollout ← π_θ
         if self.evaluation.is_due_at_start(self.step, last=self.is_last_step):
             self.evaluate()
 
@@ -148,19 +150,19 @@ class PPOTrainer:
         self.source.errors.check(batch.trajectories)
         return batch
 
-    def assign_credit(self, batch: StepBatch) -> tuple[Experience, list[dict[str, Metric]]]:
+    def assign_credit(self, batch: StepBatch) -> tuple[Experience, dict[str, Metric]]:
         """Compute advantages and returns.
 
         Return the rows to train on and the metrics collected so far. The rows are empty if no
         sample was kept, or if all samples are truncated and therefore dropped
         (--algo.loss.mask_truncated).
         """
-        metrics = [step_metrics(self.source, batch)]
+        metrics = step_metrics(self.source, batch)
         experience = batch.experience
         if experience.num_rows:
             with self.clock.part("make_experience"):
                 experience, credit = self.maker.credit(experience)
-            metrics.append(credit)
+            metrics |= credit
         return experience, metrics
 
     def improve(self, experience: Experience) -> dict[str, Metric]:
@@ -171,29 +173,32 @@ class PPOTrainer:
         self.outcome.updates += 1
         return metrics
 
-    def publish(self) -> None:
-        """Publish the weights of the current step if samples or an evaluation need them.
+    def adapt_kl(self, metrics: dict[str, Metric]) -> None:
+        """Adapt the KL coefficient to the KL of the step, and add the step's coefficient to
+        `metrics`.
+        """
+        if "train/kl" in metrics:
+            metrics["train/kl_coef"] = Last(self.maker.kl.coef)
+            samples = int(metrics["rollout/num_samples"].value)
+            self.maker.kl.update(metrics["train/kl"].value, samples)
 
-        A step that trained only the critic has not changed the weights. If no prompts are left,
-        only an evaluation needs them. If the process was asked to terminate, do not wait for
-        samples and publish nothing.
+    def publish(self) -> None:
+        """Publish the weights of the current step if the engines will sample from them.
+
+        A step that has not updated the policy has nothing to publish. If the process was asked to
+        terminate, do not wait for samples and publish nothing.
         """
         with self.clock.part("broadcast"):
-            if self.step < self.config.frozen_steps:
-                return
-            if self.source.exhausted and not self.evaluation.is_enabled:
+            has_new_weights = self.weights.version == self.step + 1
+            if not has_new_weights or not self.samples_again:
                 return
             with self.source.publishing(self.step + 1) as is_quiet:
                 if is_quiet:
                     self.weights.publish(self.step + 1)
 
     def end_step(self, metrics: dict[str, Metric]) -> None:
-        """Count and log the step, and adapt the KL coefficient."""
+        """Count and log the step."""
         self.step += 1
-        if "train/kl" in metrics:
-            metrics["train/kl_coef"] = Last(self.maker.kl.coef)
-            samples = int(metrics["rollout/num_samples"].value)
-            self.maker.kl.update(metrics["train/kl"].value, samples)
         self.recorder.step(self.step, values(metrics | self.take_timing(metrics)))
 
     def take_timing(self, metrics: dict[str, Metric]) -> dict[str, Metric]:
@@ -221,6 +226,11 @@ class PPOTrainer:
     def is_last_step(self) -> bool:
         """True if the current step is the last step."""
         return self.source.exhausted or self.stopped
+
+    @property
+    def samples_again(self) -> bool:
+        """True if the engines sample again, for another step or an evaluation."""
+        return self.evaluation.is_enabled or not self.is_last_step
 
     def evaluate(self) -> None:
         """Evaluate the published weights, and save a checkpoint if they are a new best.

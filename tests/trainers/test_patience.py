@@ -226,7 +226,7 @@ class OnPolicy:
         maker: Any = SimpleNamespace(
             annotate=annotated, credit=lambda e: (e, {}), kl=KLController(coef=0.0)
         )
-        publisher: Any = SimpleNamespace(publish=lambda _: None)
+        publisher: Any = SimpleNamespace(version=0, publish=lambda _: None)
         self.loop: Any = PPOTrainer(
             source,
             maker,

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
 from pathlib import Path
@@ -184,10 +184,12 @@ class Nothing:
     """An experience maker that adds no columns, and a publisher that only records versions."""
 
     def __init__(self) -> None:
+        self.version = 0
         self.published: list[int] = []
         self.kl = KLController(0.0)
 
     def publish(self, version: int) -> None:
+        self.version = version
         self.published.append(version)
 
     def annotate(self, trajectories: list[Trajectory]) -> StepBatch:
@@ -246,10 +248,11 @@ def trainer(
     manager: Any = None,
     ends: tuple[BaseException, int] | None = None,
     stop_run: float | None = None,
+    kls: Sequence[float] = (),
 ) -> Any:
     """Return a training loop that has these steps but no models. `notes` records saves and exports.
 
-    With --ckpt.save_steps 1, the loop writes real checkpoints.
+    With --ckpt.save_steps 1, the loop writes real checkpoints. `kls` are the steps' KLs.
     """
     nothing: Any = Nothing()
     recorder: Any = notes
@@ -285,7 +288,15 @@ def trainer(
 
     if save_steps != 1:
         made.checkpointing.save = save
-    made.models = SimpleNamespace(improve=lambda experience, **_: {})
+
+    def improve(experience: Experience, *, step: int, **_: object) -> dict[str, Metric]:
+        if step >= config.frozen_steps:
+            made.weights.version = step + 1
+        if not kls:
+            return {}
+        return {"train/kl": Mean(kls[step], 1)}
+
+    made.models = SimpleNamespace(improve=improve)
     made.checkpointing.export = lambda: notes.note("export")
     return made
 
@@ -349,6 +360,15 @@ def test_run_terminated_after_its_last_step_saves_that_step(last: str) -> None:
     assert notes.events == ["step 1, 100%", "step 2, 100%", "save 2", RESUME_HINT.format(2)]
 
 
+def test_resumed_run_terminated_before_its_first_step_does_not_save_the_same_step_again() -> None:
+    notes = Notes()
+    made = trainer([], notes, eval_steps=-1, save_steps=9, ends=(SystemExit(143), 2))
+    resume(made, RunState(step=2))
+    with pytest.raises(SystemExit):
+        made.fit()
+    assert notes.events == [RESUME_HINT.format(2)]
+
+
 def test_resumed_run_catches_up_on_the_missing_last_evaluation() -> None:
     """The run had drawn all prompts when it was terminated before its last planned step."""
     for evaluated_at, made_up in ((1, ["evaluation 2"]), (2, [])):
@@ -363,10 +383,9 @@ def test_resumed_run_catches_up_on_the_missing_last_evaluation() -> None:
 def test_run_that_exceeds_its_kl_limit_ends_and_still_ends_after_it_is_resumed() -> None:
     """A run may be killed between its last checkpoint and its export."""
     notes = Notes()
-    made = trainer([KEPT, KEPT, KEPT], notes, eval_steps=-1, stop_run=0.5)
-    measured = iter([0.25, 1.0])
-    made.models.improve = lambda experience, **_: {"train/kl": Mean(next(measured), 1)}
+    made = trainer([KEPT, KEPT, KEPT], notes, eval_steps=-1, stop_run=0.5, kls=[0.25, 1.0])
     made.fit()
+    assert made.weights.published == [0, 1]  # nothing is sampled from the weights of step 2
     stop = "The run ends after step 2: the KL to the reference is 1 nats per token"
     assert notes.events[:2] == ["step 1, 100%", "step 2, 100%"]
     assert notes.events[2].startswith(stop) and notes.events[3] == "export"
@@ -378,6 +397,13 @@ def test_run_that_exceeds_its_kl_limit_ends_and_still_ends_after_it_is_resumed()
         assert notes.events[0].startswith(stop) == is_ended
         assert ("step 3, 100%" in notes.events) == (not is_ended)
         assert notes.events[-1] == "export"
+        assert again.weights.published == ([] if is_ended else [2])
+
+
+def test_weights_of_a_run_stopped_by_its_kl_are_published_for_the_last_evaluation() -> None:
+    made = trainer([KEPT, KEPT, KEPT], Notes(), eval_steps=9, stop_run=0.5, kls=[0.25, 1.0])
+    made.fit()
+    assert made.weights.published == [0, 1, 2]
 
 
 def test_terminated_run_without_checkpoints_names_the_flag_that_enables_them() -> None:
