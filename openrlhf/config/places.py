@@ -43,6 +43,7 @@ OWNED = {
         "config_resolved.yaml",
         "metrics.jsonl",
         "samples.jsonl",
+        "notices.jsonl",
         "texts.txt",
         "plan.txt",
         "report.html",

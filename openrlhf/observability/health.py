@@ -1,8 +1,9 @@
 """Notices about runs that do not learn or become unstable, from rules over the metrics.
 
-A run checks every step, and reports each problem once. report.html, and a resumed run for the steps
-before its start, check only the steps in metrics.jsonl, which has every N-th step with
---logger.logging_steps N. If N is above 1, their notices can differ from those of the run.
+A run checks every step, reports each problem once, and stores the notice in notices.jsonl. A
+resumed run and report.html read the stored notices. For problems without a stored notice, they
+check the steps in metrics.jsonl, which has every N-th step with --logger.logging_steps N. If N is
+above 1, report.html may show a notice that the run did not print.
 """
 
 import math
@@ -100,11 +101,18 @@ class Rule:
 
 
 class Health:
-    """A monitor of a run's numbers that returns each notice as soon as its rule applies."""
+    """A monitor of a run's numbers that returns each notice as soon as its rule applies.
 
-    def __init__(self) -> None:
+    Problems that are the subject of `earlier` notices are not reported again.
+    """
+
+    def __init__(self, earlier: Iterable[str] = ()) -> None:
         self._curves: dict[str, list[Point]] = {}
         self._reported: set[str] = set()
+        for notice in earlier:
+            for problem, meaning in MEANING.items():
+                if notice.endswith(meaning):
+                    self._reported.add(problem)
 
     def see(self, step: int, values: Mapping[str, float | None]) -> list[str]:
         """Return the new notices, given the numbers of a step or evaluation.
@@ -150,10 +158,13 @@ class Health:
         return problem in CAUSES and self._is_explained(CAUSES[problem])
 
 
-def notices_of(rows: Iterable[Mapping[str, Any]]) -> list[str]:
-    """Return all notices about a run, given the rows of its metrics.jsonl."""
-    health = Health()
-    return health.read(rows) + health.end()
+def notices_of(rows: Iterable[Mapping[str, Any]], stored: Sequence[str] = ()) -> list[str]:
+    """Return all notices about a run, given the rows of its metrics.jsonl.
+
+    `stored` are the notices in its notices.jsonl.
+    """
+    health = Health(stored)
+    return [*stored, *health.read(rows), *health.end()]
 
 
 def _notice(rule: Rule, name: str, curve: Curve) -> str:

@@ -20,6 +20,7 @@ from openrlhf.observability.run_folder import (
     RESOLVED,
     RunFolder,
     read_lines,
+    read_notices,
     read_text,
     sample_row,
 )
@@ -61,8 +62,10 @@ class Recorder:
         self._shown_failures = set[Failure | None]()
         self._close_lock = threading.Lock()  # any thread may close the recorder
         self._closed = False
-        self.health = Health()
-        self.health.read(read_lines(self.folder.path / METRICS))  # lines from before the resume
+        # A resumed run has lines from before the resume.
+        self.health = Health(read_notices(self.folder.path))
+        self.health.read(read_lines(self.folder.path / METRICS))
+        self._last_step = 0
 
     def _report_resume(self, config: RecordedCommand, run_dir: str, resume_step: int) -> None:
         """Print the step and folder of a resumed run, and the flags that have changed."""
@@ -84,7 +87,7 @@ class Recorder:
         if notices or step % self.logging_steps == 0:
             self.display.step(step, values)
             self._write(step, values)
-        self.display.notice(*notices)
+        self._report_notices(step, notices)
 
     def evaluation(
         self, step: int, values: Mapping[str, float], trajectories: Sequence[Trajectory] = ()
@@ -107,7 +110,12 @@ class Recorder:
     def log(self, step: int, values: Mapping[str, float]) -> None:
         """Log metrics printed by the caller, and print notices about these metrics."""
         self._write(step, values)
-        self.display.notice(*self.health.see(step, values))
+        self._report_notices(step, self.health.see(step, values))
+
+    def _report_notices(self, step: int, notices: Sequence[str]) -> None:
+        self._last_step = step
+        self.folder.log_notices(step, notices)
+        self.display.notice(*notices)
 
     def _write(self, step: int, values: Mapping[str, float]) -> None:
         self.folder.log_metrics(step, values)
@@ -134,7 +142,8 @@ class Recorder:
             if self._closed:
                 return
             self._closed = True
-            self.display.notice(*self.health.end())
+            # A run that resumes from the last step deletes the notices of the end.
+            self._report_notices(self._last_step + 1, self.health.end())
             self.display.close()
             self.trackers.close()
             try:

@@ -33,6 +33,7 @@ from openrlhf.observability.run_folder import (
     SAMPLES,
     TEXTS,
     read_lines,
+    read_notices,
     read_text,
 )
 
@@ -197,6 +198,7 @@ def read_stage(folder: Path) -> StageView:
     for name in sorted(series.keys() - shown):
         if len(series[name]) > 1:
             more.append(make_panel(name, [name], {short_label(name): series[name]}))
+    stored = read_notices(folder)
     given = read_text(folder / CONFIG)
     config = read_text(folder / RESOLVED) or given
     comments = [line[2:] for line in given.splitlines() if line.startswith("# ")]
@@ -212,7 +214,7 @@ def read_stage(folder: Path) -> StageView:
         tiles=main_numbers(series)[:MAX_TILES],
         panels=panels,
         more=more[:MAX_MORE_PANELS],
-        notices=[*comments[1:], *notices_of(rows), *_failures(series, samples)],
+        notices=[*comments[1:], *notices_of(rows, stored), *_failures(series, samples)],
         samples=samples,
         texts=read_text(folder / TEXTS),
         config=config,

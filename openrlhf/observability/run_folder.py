@@ -5,6 +5,7 @@
     config_resolved.yaml    the value of every flag
     metrics.jsonl   one object per log call: {"step": 12, "time": 1700000000.0, "train/kl": …}
     samples.jsonl   one object per logged episode, with the keys of `sample_row`
+    notices.jsonl   one object per notice about the metrics: {"step": 12, "notice": "Steps 8 to …"}
     texts.txt       the first training rows as the model sees them (offline tasks)
     plan.txt        the predicted memory of each model at each instant of a step
     report.html     written by `report.py`
@@ -36,6 +37,7 @@ CONFIG = "config.yaml"
 RESOLVED = "config_resolved.yaml"
 METRICS = "metrics.jsonl"
 SAMPLES = "samples.jsonl"
+NOTICES = "notices.jsonl"
 TEXTS = "texts.txt"
 PLAN = "plan.txt"
 REPORT = "report.html"
@@ -65,12 +67,14 @@ class RunFolder:
         if resume_step is None:
             self.earlier = set_aside(self.path)
         else:
-            for file in (self.path / METRICS, self.path / SAMPLES):
+            for name in (METRICS, SAMPLES, NOTICES):
+                file = self.path / name
                 write_atomically(file, _lines_up_to(resume_step, file))
         self.logs = (self.path / LOGS).absolute()
         self.logs.mkdir(exist_ok=True)
         self._metrics = LogFile(self.path / METRICS)
         self._samples = LogFile(self.path / SAMPLES)
+        self._notices = LogFile(self.path / NOTICES)
 
     def write_config(self, given: str, resolved: str, start: Iterable[str] = ()) -> None:
         """Write config.yaml, beginning with `start` as comments, and config_resolved.yaml."""
@@ -99,10 +103,15 @@ class RunFolder:
         for row in rows:
             self._samples.write(json_line(row))
 
+    def log_notices(self, step: int, notices: Iterable[str]) -> None:
+        """Append notices that follow from the metrics up to a step."""
+        for notice in notices:
+            self._notices.write(json_line({"step": step, "notice": notice}))
+
     def close(self) -> None:
         """Close the files and release the folder's lock."""
-        self._metrics.close()
-        self._samples.close()
+        for file in (self._metrics, self._samples, self._notices):
+            file.close()
         self._lock.close()
 
 
@@ -187,6 +196,11 @@ def read_lines(path: Path) -> Iterator[dict[str, Any]]:
                         yield row
                     case _:
                         pass
+
+
+def read_notices(folder: Path) -> list[str]:
+    """Return the notices stored in a run folder."""
+    return [row["notice"] for row in read_lines(folder / NOTICES)]
 
 
 def _lines_up_to(step: int, file: Path) -> Iterator[str]:

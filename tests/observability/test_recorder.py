@@ -215,7 +215,23 @@ def test_notices_consider_steps_that_are_not_logged(
     # Only the steps with a notice are logged.
     assert [row["step"] for row in rows(tmp_path, "metrics.jsonl")] == [5, 7]
     made.close()
-    assert "Step 7: train/loss is nan." in (tmp_path / "report.html").read_text()
+    report = (tmp_path / "report.html").read_text()
+    for notice in ("Steps 1 to 5: train/dead_groups is 1.", "Step 7: train/loss is nan."):
+        assert report.count(notice) == 1
+    resumed = recorder(tmp_path, resume_step=8, logging_steps=10)
+    log_dead_groups(resumed, 9, 20)
+    assert "[notice]" not in capsys.readouterr().out
+
+
+def test_notice_of_a_step_after_the_checkpoint_is_repeated_by_the_resumed_run(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    log_dead_groups(recorder(tmp_path, logging_steps=10), 1, 6)
+    capsys.readouterr()
+    resumed = recorder(tmp_path, resume_step=4, logging_steps=10)
+    assert rows(tmp_path, "notices.jsonl") == []
+    log_dead_groups(resumed, 5, 9)
+    assert "[notice] Steps 5 to 9: train/dead_groups is 1." in capsys.readouterr().out
 
 
 def test_resumed_run_continues_curves_and_does_not_repeat_notices(
@@ -236,9 +252,13 @@ def test_close_prints_notices_of_end_of_run_rules(
         made.evaluation(step, {"eval/eval_x_pass1": score, "eval/eval_x_score_stderr": 0.02})
     assert "[notice]" not in capsys.readouterr().out
     made.close()
-    assert (
-        "[notice] Step 8: eval/eval_x_pass1 is 0.3 (at the start 0.5)." in capsys.readouterr().out
-    )
+    notice = "Step 8: eval/eval_x_pass1 is 0.3 (at the start 0.5)."
+    assert f"[notice] {notice}" in capsys.readouterr().out
+    assert (tmp_path / "report.html").read_text().count(notice) == 1
+    resumed = recorder(tmp_path, resume_step=8)
+    assert rows(tmp_path, "notices.jsonl") == []  # the resumed run may regain the score
+    resumed.close()
+    assert notice in capsys.readouterr().out
 
 
 def test_close_writes_report(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -156,6 +156,7 @@ def test_resume_keeps_earlier_lines_unchanged(tmp_path):
     assert sorted(path.name for path in tmp_path.iterdir()) == [
         "logs",
         "metrics.jsonl",
+        "notices.jsonl",
         "samples.jsonl",
     ]
 
