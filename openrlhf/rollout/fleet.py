@@ -287,7 +287,8 @@ class Fleet:
                         return
                     member.slots = slots
             with self._changing:
-                if self._closed.is_set():  # `close` ends only processes that exist
+                if self._closed.is_set():  # `close` knows neither a new process nor new slots
+                    self._release(member)
                     return
                 self._launch(member)
             member.slots.wait(self.timeout_s)
@@ -357,11 +358,15 @@ class Fleet:
         for member in members:
             if member.actor:
                 ray.kill(member.actor)
-            if not self.hosts:
-                member.slots.release()
+            self._release(member)
         if self._watcher.is_alive():
             self._watcher.join(timeout=CLOSE_TIMEOUT_S)
         shutil.rmtree(self._scratch, ignore_errors=True)
+
+    def _release(self, member: Member) -> None:
+        """Release a member's slots, unless they belong to the host processes."""
+        if not self.hosts:
+            member.slots.release()
 
 
 def mark_nonfinite(sample: Generation, engine: int) -> Generation:

@@ -27,11 +27,13 @@ class Slots:
     def __init__(self) -> None:
         self.free = threading.Event()
         self.free.set()
+        self.is_released = False
 
     def wait(self, timeout_s: float) -> None:
         self.free.wait(timeout_s)
 
-    def release(self) -> None: ...
+    def release(self) -> None:
+        self.is_released = True
 
 
 class Unstable(Fleet):
@@ -145,7 +147,7 @@ def test_fleet_is_watched_while_a_new_engine_starts_and_only_one_engine_joins_at
     assert fleet._can_grow
 
 
-def test_engine_that_joins_while_the_fleet_closes_is_not_started(
+def test_engine_that_joins_while_the_fleet_closes_is_not_started_and_releases_its_slots(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     fleet = Unstable(monkeypatch, unanswered=0)
@@ -156,3 +158,4 @@ def test_engine_that_joins_while_the_fleet_closes_is_not_started(
         if thread.name.startswith("join-"):
             thread.join()
     assert fleet.launched == []
+    assert slots.is_released
