@@ -117,11 +117,14 @@ def _collated(task: OfflineTask[Any, Any, Any], rows: Rows) -> Iterator[bytes]:
 def rl_identity(config: PPOConfig, prompts: PromptDataset) -> Identity:
     """Return the identity of an RL run."""
     identity = episode_identity(config, prompts, FLAGS["run"] + FLAGS["adapter"])
+    trusted = config.model.trust_remote_code
     identity["--actor.model_name_or_path"] = of_model(
-        config.actor.model_name_or_path, trust_remote_code=config.model.trust_remote_code
+        config.actor.model_name_or_path, trust_remote_code=trusted
     )
     if config.local_teacher:
-        identity["--algo.distill.teacher"] = of_model(config.local_teacher)
+        identity["--algo.distill.teacher"] = of_model(
+            config.local_teacher, trust_remote_code=trusted
+        )
     return identity
 
 
@@ -194,7 +197,7 @@ def of_rows(count: int, contents: Iterable[bytes]) -> str:
     return f"{count}, {digest.hexdigest()[:16]}"
 
 
-def of_model(path: str, *, trust_remote_code: bool = False) -> str:
+def of_model(path: str, *, trust_remote_code: bool) -> str:
     """Return the architecture of a model and a hash of its weights.
 
     For a model on the Hub, its name is used instead of a hash of its weights.

@@ -5,10 +5,12 @@ from __future__ import annotations
 import shutil
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 from datasets import Dataset, concatenate_datasets
+from transformers import AutoConfig
 
 from openrlhf.checkpoints.manifest import differences
 from openrlhf.config.inference import BatchInferenceConfig
@@ -20,6 +22,7 @@ from openrlhf.core.trajectory import Prompt
 from openrlhf.data.prompts import PromptDataset
 from openrlhf.data.rows import contents_of
 from openrlhf.data.sft import SFTRow
+from openrlhf.launch import identity
 from openrlhf.launch.identity import (
     Identity,
     inference_identity,
@@ -122,9 +125,26 @@ def test_identity_differences_name_the_reference_and_teacher(model: str, tmp_pat
     ]
 
 
+def test_trust_remote_code_applies_to_the_policy_and_the_teacher(
+    model: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    trusted: list[bool] = []
+
+    def from_pretrained(path: str, *, trust_remote_code: bool) -> Any:
+        trusted.append(trust_remote_code)
+        return AutoConfig.from_pretrained(path)
+
+    loaders = SimpleNamespace(from_pretrained=from_pretrained)
+    monkeypatch.setattr(identity, "AutoConfig", loaders)
+    line = f"--algo.advantage.estimator reinforce --algo.distill.teacher {model}"
+    rl(model, line=f"{line} --model.trust_remote_code")
+    assert trusted == [True, True]
+
+
 def test_model_identity_does_not_depend_on_its_folder(model: str, tmp_path: Path) -> None:
     shutil.copytree(model, tmp_path / "copy")
-    assert of_model(model) == of_model(str(tmp_path / "copy"))
+    copy = of_model(str(tmp_path / "copy"), trust_remote_code=False)
+    assert of_model(model, trust_remote_code=False) == copy
 
 
 # ---- every row affects the identity
