@@ -4,6 +4,7 @@ Each of the two generators can replace `RolloutGenerator`.
 """
 
 from collections.abc import AsyncGenerator, Iterable, Mapping
+from contextlib import aclosing
 from dataclasses import replace
 from itertools import groupby
 from pathlib import Path
@@ -70,8 +71,9 @@ class DumpingGenerator:
         recording = replace(request, on_group=recorded)
         stream = self.generator.stream(prompts, recording, groups=groups, at_once=at_once)
         try:
-            async for group in stream:
-                yield group
+            async with aclosing(stream):  # otherwise, it would be closed only after this stream
+                async for group in stream:
+                    yield group
         finally:
             if sampled:
                 self._episodes += in_prompt_order(sampled)

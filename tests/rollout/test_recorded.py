@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import random
 from collections.abc import AsyncIterator, Iterable
 from dataclasses import replace
@@ -222,6 +223,31 @@ def test_replay_raises_if_prompts_differ_from_the_files(
     assert all(word in str(caught.value) for word in [*words, str(tmp_path), ".jsonl.gz"]), (
         caught.value
     )
+
+
+def test_closing_a_recorded_stream_closes_the_stream_that_generates(tmp_path: Path) -> None:
+    class Closing(Dice):
+        is_closed = False
+
+        async def stream(self, *args: Any, **options: Any) -> AsyncIterator[Group]:
+            try:
+                async for group in super().stream(*args, **options):
+                    yield group
+            finally:
+                self.is_closed = True
+
+    generator: Any = Closing(0)
+
+    async def sample_once() -> bool:
+        recorded = DumpingGenerator(generator, EpisodeFolder(tmp_path), run={})
+        prompts = [Prompt(index=index, text="a", tokens=[1]) for index in range(2)]
+        stream = recorded.stream(prompts, Request(spec=SPEC, step=1), groups=2)
+        await anext(stream)
+        await stream.aclose()
+        return generator.is_closed
+
+    assert asyncio.run(sample_once())
+    assert len(EpisodeFolder(tmp_path).read("step", 1)) == SPEC.n_samples
 
 
 def test_replay_raises_if_prompt_tokens_differ(tmp_path: Path) -> None:
