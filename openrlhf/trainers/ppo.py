@@ -19,6 +19,7 @@ from openrlhf.observability.metrics import Last, Mean, Metric, values
 from openrlhf.observability.recorder import Recorder
 from openrlhf.rewards.budget import RewardErrors
 from openrlhf.rollout.background import RolloutError
+from openrlhf.rollout.engine import EngineError
 from openrlhf.rollout.episode_metrics import rollout_metrics
 from openrlhf.trainers.best import BestMetric
 from openrlhf.trainers.checkpointing import Checkpointing
@@ -285,12 +286,12 @@ class PPOTrainer:
     def saving_last_step(self) -> Iterator[None]:
         """Save the last finished step if the block is terminated or fails.
 
-        Handles termination, the loss of all engines and too many failed episodes. If checkpoints
+        Handles termination, lost or failing engines and too many failed episodes. If checkpoints
         are disabled and an evaluation fails, the model is exported instead.
         """
         try:
             yield
-        except (SystemExit, RolloutError, RewardErrors) as error:
+        except (SystemExit, RolloutError, EngineError, RewardErrors) as error:
             ckpt = self.config.ckpt
             between_steps = self.step == self.source.step  # no batch is unfinished
             in_evaluation = between_steps and isinstance(error, RewardErrors)

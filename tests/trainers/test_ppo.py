@@ -23,6 +23,7 @@ from openrlhf.core.trajectory import Exclusion, Failure, StopReason, Trajectory
 from openrlhf.observability.metrics import Mean, Metric, values
 from openrlhf.rewards.budget import ErrorBudget, RewardErrors
 from openrlhf.rollout.background import RolloutError
+from openrlhf.rollout.engine import EngineError
 from openrlhf.rollout.episode_metrics import rollout_metrics
 from openrlhf.trainers.experience_maker import StepBatch, find_exclusions
 from openrlhf.trainers.filtering import DynamicFilter, thrown_away
@@ -332,8 +333,15 @@ def test_failed_checkpoint_write_is_reported_and_the_run_continues() -> None:
     ]
 
 
-@pytest.mark.parametrize("error", [SystemExit(143), RolloutError("no engine is left")])
-def test_run_that_is_terminated_or_loses_its_engines_saves_its_last_step(
+@pytest.mark.parametrize(
+    "error",
+    [
+        SystemExit(143),
+        RolloutError("no engine is left"),
+        EngineError("engine 0, generate: a bug of vLLM"),
+    ],
+)
+def test_run_that_is_terminated_or_whose_engines_fail_saves_its_last_step(
     error: BaseException,
 ) -> None:
     assert events([KEPT, KEPT], ends=(error, 2)) == [
