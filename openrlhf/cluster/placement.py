@@ -92,11 +92,7 @@ class HostGroup:
     @property
     def amounts(self) -> dict[str, float]:
         """The Ray resources that each process requires."""
-        amounts: dict[str, float] = {}
-        for name, value in self.wants.items():
-            if not isinstance(value, str):
-                amounts[name] = value
-        return amounts
+        return {name: value for name, value in self.wants.items() if not isinstance(value, str)}
 
     def __str__(self) -> str:
         return ", ".join(self.roles)
@@ -245,10 +241,11 @@ def _selections(
     """Yield every way to select `number` of the machines at these indices."""
     if not number:
         yield []
+        return
     tried: set[str] = set()
     for position, index in enumerate(indices[: len(indices) - number + 1]):
         kind = machines[index].kind
-        if number and kind not in tried:
+        if kind not in tried:
             tried.add(kind)
             for others in _selections(indices[position + 1 :], machines, number - 1):
                 yield [index, *others]

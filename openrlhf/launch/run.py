@@ -9,7 +9,7 @@ from pathlib import Path
 from openrlhf.checkpoints.manager import CheckpointManager
 from openrlhf.checkpoints.manifest import Checkpoint, RunState
 from openrlhf.checks import report
-from openrlhf.cluster.worker_group import Call, WorkerError, WorkerGroup, wait_for
+from openrlhf.cluster.worker_group import WorkerError, WorkerGroup, wait_for
 from openrlhf.config.ppo import PPOConfig
 from openrlhf.core.trajectory import Trajectory
 from openrlhf.launch import settings
@@ -141,12 +141,10 @@ class Run:
 
         Raises CheckError if the disk is too small for a single checkpoint.
         """
-        asked: list[Call] = []
-        for role in ("actor", "critic"):
-            if role in groups:
-                asked.append(groups[role].broadcast(TrainedWorker.checkpoint_bytes)[0])
-        if not self.config.ckpt.resumable or not asked:
+        trained = [group for role, group in groups.items() if role in ("actor", "critic")]
+        if not self.config.ckpt.resumable or not trained:
             return
+        asked = [group.broadcast(TrainedWorker.checkpoint_bytes)[0] for group in trained]
         sizes = wait_for(
             asked, timeout_s=self.config.train.setup_timeout, doing="report their checkpoint size"
         )
