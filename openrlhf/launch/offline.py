@@ -92,8 +92,9 @@ def run_offline(task: OfflineTask[Config, Row, Micro]) -> None:
 def check_continuation(config: SupervisedConfig, checkpoints: CheckpointManager) -> None:
     """Check, during a dry run, the checkpoint that the real run would resume.
 
-    Warns if there is no checkpoint. Raises CheckpointError if the state files have a different
-    layout, and InUseError if another process is writing to the checkpoint's run folder.
+    Warns if there is no checkpoint. Raises InUseError if another process is writing to the
+    checkpoint's run folder. The settings of the checkpoint's run are not compared with this run's
+    settings.
     """
     run_dir = os.path.abspath(config.run.dir)
     checkpoint = checkpoints.latest()

@@ -1,6 +1,6 @@
 """Limits on how far generation may run ahead of training.
 
-The functions are pure and are shared by the asynchronous source and the simulator.
+The functions are pure, so that tests can simulate runs without engines.
 """
 
 from collections.abc import Sequence

@@ -206,8 +206,9 @@ class SyncSource(Source):
         """Return the groups of the next prompts in prompt order, or an empty list after the epoch.
 
         A batch whose failures will certainly exceed the error budget is aborted early, and the
-        training loop reports the errors. A batch for several steps is never aborted early, because
-        its cancelled prompts would be missing from the epoch.
+        training loop reports the errors. Without dynamic filtering, a batch for several steps is
+        not aborted, because its cancelled prompts would be missing from the epoch. With dynamic
+        filtering, the prompts of failed samples would be replaced until the end of the epoch.
         """
         request = Request(spec=self.spec, step=self.step + 1, on_group=self.score_and_filter)
         dynamic_filter = self.dynamic_filter
