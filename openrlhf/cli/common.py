@@ -16,9 +16,10 @@ from typing import NoReturn, TypeVar
 from openrlhf.checks import report
 from openrlhf.config import machine
 from openrlhf.config.commands import Command
-from openrlhf.config.flags import UserError, flags_in, flags_of, value_at
+from openrlhf.config.flags import UserError, flags_of, value_at
 from openrlhf.config.options import parse_config
 from openrlhf.config.places import model_in, outputs
+from openrlhf.config.rules import sources
 from openrlhf.doctor.packages import other_package, vllm_versions
 from openrlhf.files import existing_part
 from openrlhf.locks import InUseError, check_unlocked, locked
@@ -239,8 +240,7 @@ def skip_unreachable_hub(config: Command) -> None:
     """
     if not HUB_VARIABLES.isdisjoint(os.environ):
         return
-    models = [value for flag, value in flags_in(config) if flag.holds == "model" and value]
-    if all(map(os.path.exists, models)):
+    if all(os.path.exists(path) for _, path in sources(config)):
         return
     try:
         socket.create_connection(("huggingface.co", 443), timeout=HUB_TIMEOUT_S).close()

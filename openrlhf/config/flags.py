@@ -256,6 +256,17 @@ def items(text: str | None) -> list[str]:
     return [part for part in parts if part]
 
 
+def dataset_parts(name: str) -> tuple[str, str]:
+    """Split the name of a dataset into a path and the folder after @, or an empty string.
+
+    An existing path may itself contain @.
+    """
+    if os.path.exists(name):
+        return name, ""
+    path, _, folder = name.partition("@")
+    return path, folder
+
+
 def spelled_out(config: Any, sentences: Iterable[str]) -> list[str]:
     """Replace each <flag> in the sentences with the flag and its value: --train.seed 42."""
     typed = {flag.path: flag.typed(value) for flag, value in flags_in(config)}

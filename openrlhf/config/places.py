@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from openrlhf.config.effects import unused_flags
-from openrlhf.config.flags import Flag, flags_in, items
+from openrlhf.config.flags import Flag, dataset_parts, flags_in, items
 
 # For each kind of output, the names in its folder that the command writes, replaces or moves.
 OWNED = {
@@ -117,8 +117,8 @@ def inputs(config: Any) -> list[tuple[Flag, str]]:
             names = [names]
         for name in names:
             path = name
-            if flag.holds == "dataset" and not os.path.exists(name):
-                path = name.partition("@")[0]  # the folder of a Hub dataset follows @
+            if flag.holds == "dataset":
+                path, _ = dataset_parts(name)
             found.setdefault(Path(path).resolve(), (flag, path))
     return list(found.values())
 

@@ -16,7 +16,7 @@ from urllib.parse import urlsplit
 
 from openrlhf.config import machine
 from openrlhf.config.effects import unused_flags
-from openrlhf.config.flags import flags_in, flags_of, items, value_at
+from openrlhf.config.flags import Flag, dataset_parts, flags_in, flags_of, items, value_at
 from openrlhf.config.shared import DeepSpeedConfig, LoadingConfig
 
 FILE_ENDINGS = (".json", ".jsonl", ".csv", ".tsv", ".parquet", ".arrow")
@@ -124,45 +124,49 @@ def sources_exist(config: Any) -> Iterator[str]:
 
     Dataset scripts are refused.
     """
+    for flag, path in sources(config):
+        if flag.holds == "model" and os.path.isfile(f"{path}/adapter_config.json"):
+            yield (
+                f"{flag.name} {path} is an adapter: first merge it into its base model with "
+                "openrlhf lora_combiner."
+            )
+        if flag.holds == "dataset" and path.endswith(".py"):
+            yield (
+                f"{flag.name} {path} is a Python script, which the datasets library no longer "
+                "runs. Convert the data to parquet or jsonl and pass that file."
+            )
+        elif _is_gone(path):
+            yield (
+                f"{flag.name} {path} does not exist on this machine or is not readable by this "
+                "user."
+            )
+
+
+def hub_notices(config: Any) -> Iterator[str]:
+    """Yield a notice for each model from the Hub whose name may be meant as a local folder."""
+    for flag, path in sources(config):
+        owner = os.path.dirname(path)
+        is_missing = os.path.isdir(owner) and not os.path.exists(path)
+        is_hub_model = flag.holds == "model" and is_missing and not _is_gone(path)
+        if is_hub_model and os.access(owner, os.R_OK):
+            folders = sorted(entry.name for entry in os.scandir(owner) if entry.is_dir())
+            found = ", ".join(folders) or "no folder"
+            yield (
+                f"{flag.name} {path} is loaded from the Hub, because the folder does not exist "
+                f"({owner} has {found:.200})."
+            )
+
+
+def sources(config: Any) -> Iterator[tuple[Flag, str]]:
+    """Yield the path or Hub name of each model and dataset, with its flag."""
     for flag, value in flags_in(config):
         if flag.holds not in ("model", "dataset"):
             continue
         for name in items(value):
             path = name
             if flag.holds == "dataset":
-                path = name.partition("@")[0]  # the folder of a Hub dataset follows @
-            if flag.holds == "model" and os.path.isfile(f"{path}/adapter_config.json"):
-                yield (
-                    f"{flag.name} {path} is an adapter: first merge it into its base model with "
-                    "openrlhf lora_combiner."
-                )
-            if flag.holds == "dataset" and path.endswith(".py"):
-                yield (
-                    f"{flag.name} {path} is a Python script, which the datasets library no longer "
-                    "runs. Convert the data to parquet or jsonl and pass that file."
-                )
-            elif _is_gone(path):
-                yield (
-                    f"{flag.name} {path} does not exist on this machine or is not readable by this "
-                    "user."
-                )
-
-
-def hub_notices(config: Any) -> Iterator[str]:
-    """Yield a notice for each model from the Hub whose name may be meant as a local folder."""
-    for flag, value in flags_in(config):
-        if flag.holds != "model":
-            continue
-        for path in items(value):
-            owner = os.path.dirname(path)
-            is_missing = os.path.isdir(owner) and not os.path.exists(path)
-            if is_missing and not _is_gone(path) and os.access(owner, os.R_OK):
-                folders = sorted(entry.name for entry in os.scandir(owner) if entry.is_dir())
-                found = ", ".join(folders) or "no folder"
-                yield (
-                    f"{flag.name} {path} is loaded from the Hub, because the folder does not exist "
-                    f"({owner} has {found:.200})."
-                )
+                path, _ = dataset_parts(name)
+            yield flag, path
 
 
 def _is_gone(path: str) -> bool:

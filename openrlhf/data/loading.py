@@ -10,7 +10,7 @@ from typing import Any
 import datasets
 from datasets import Dataset, DatasetDict, Features, load_dataset_builder, load_from_disk
 
-from openrlhf.config.flags import items
+from openrlhf.config.flags import dataset_parts, items
 from openrlhf.data.errors import DataError
 from openrlhf.data.rows import number_rows
 from openrlhf.data.text_files import ANY, NULL, read_as_written, without_added_nulls
@@ -115,10 +115,7 @@ def _store_as_json(part: Dataset, columns: Collection[str]) -> Dataset:
 
 def _load_one(item: str, split: str, max_samples: int) -> Dataset:
     """Load at most `max_samples` rows of an item. Raises DataError if the item cannot be read."""
-    path = item
-    folder = ""
-    if not os.path.exists(item):
-        path, _, folder = item.partition("@")
+    path, folder = dataset_parts(item)
     try:
         loaded = _read(path, folder)
     except Exception as error:  # the datasets library raises many error types

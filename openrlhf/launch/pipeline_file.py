@@ -18,7 +18,7 @@ from typing import Any
 import yaml
 from jinja2 import Environment, StrictUndefined, TemplateError
 
-from openrlhf.config.flags import ConfigError, flags_of, items, text_of
+from openrlhf.config.flags import ConfigError, dataset_parts, flags_of, items, text_of
 from openrlhf.config.options import leaves, yaml_content
 from openrlhf.config.stages import STAGE_COMMANDS
 
@@ -68,7 +68,7 @@ class Stage:
             if isinstance(value, list):
                 text = ",".join(map(str, value))
             for item in items(text):
-                place = expanduser(item.partition("@")[0])
+                place, _ = dataset_parts(expanduser(item))
                 if is_input(place):
                     found.append(place)
         return found

@@ -19,8 +19,10 @@ from openrlhf.cluster import ray_cluster as cluster
 from openrlhf.config.flags import ConfigError, amend, flags_of
 from openrlhf.config.machine import installed
 from openrlhf.config.methods import COMMANDS as METHODS
+from openrlhf.config.options import parse_config
 from openrlhf.config.places import outputs
 from openrlhf.config.ppo import PPOConfig
+from openrlhf.config.supervised import SFTConfig
 from openrlhf.locks import InUseError
 from tests.config.commands import COMMANDS, violations
 from tests.ranks import ROOT
@@ -504,3 +506,32 @@ def test_startup_notice_names_the_model_that_will_be_replaced(
     common.check_folders(config)
     said = capsys.readouterr().err
     assert f"--ckpt.output_dir {tmp_path}" in said and "LlamaForCausalLM" in said
+
+
+@pytest.mark.parametrize(
+    ("line", "is_contacted"),
+    [
+        ("--data.dataset owner/data", True),
+        ("--data.dataset {}/rows.jsonl", False),
+        ("--data.dataset {}/rows.jsonl,owner/data", True),
+        ("--data.dataset {}/rows.jsonl,{}/rows.jsonl", False),
+    ],
+)
+def test_unreachable_hub_is_not_retried_if_a_model_or_dataset_is_on_the_hub(
+    line: str, is_contacted: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name in common.HUB_VARIABLES:
+        monkeypatch.setenv(name, "")  # restored after the test
+        monkeypatch.delenv(name)
+
+    def fail(*_: Any, **__: Any) -> None:
+        raise OSError
+
+    monkeypatch.setattr("socket.create_connection", fail)
+    (tmp_path / "rows.jsonl").write_text("{}")
+    words = f"--model.model_name_or_path {tmp_path} --data.output_key a {line}"
+    config = parse_config(
+        SFTConfig, words.replace("{}", str(tmp_path)).split(), command="train_sft"
+    )
+    common.skip_unreachable_hub(config)
+    assert (os.environ.get("HF_HUB_OFFLINE") == "1") == is_contacted

@@ -568,6 +568,17 @@ def test_existing_models_and_datasets_are_accepted(tmp_path: Path) -> None:
     assert sft(line).data.dataset == f"{tmp_path}/rows.jsonl"
 
 
+def test_existing_dataset_may_contain_an_at_sign(tmp_path: Path) -> None:
+    rows = tmp_path / "data@2024/rows@v2.jsonl"
+    rows.parent.mkdir()
+    rows.write_text("{}\n")
+    assert violations(SFT, f"--data.dataset {rows}") == []
+    assert violations(SFT, f"--data.dataset {tmp_path}/gone.jsonl@folder") == [
+        f"--data.dataset {tmp_path}/gone.jsonl does not exist on this machine or is not readable "
+        "by this user."
+    ]
+
+
 @pytest.fixture
 def locked(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """Create a folder that this user cannot read, even if the user is root."""
