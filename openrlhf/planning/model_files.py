@@ -35,8 +35,8 @@ Read = Callable[[str, int, int | None], bytes]
 def read_shape(path: str) -> ModelShape:
     """Read the shape of a model in a local folder or on the Hub, but not its weights.
 
-    Headers are read only if config.json does not determine the weights of the architecture. Raises
-    PlanError if the model cannot be read.
+    Headers are read only if config.json does not determine the weights of the architecture, and for
+    weights that process images. Raises PlanError if the model cannot be read.
     """
     read = _reader(path)
     try:
@@ -44,7 +44,10 @@ def read_shape(path: str) -> ModelShape:
         if not isinstance(config, dict):
             raise ValueError("its config.json is not a JSON object")
         if text_config(config).get("model_type") in FAMILIES:
-            return shape_from_config(config, path)
+            shape = shape_from_config(config, path)
+            if "vision_config" in config:
+                shape = shape.with_vision(_headers(read))
+            return shape
         try:
             headers = _headers(read)
         except FileNotFoundError:

@@ -15,6 +15,7 @@ EXPERT = re.compile(r"(.*\.experts)\.(\d+)\.(.*?)(\.weight)?")
 LAYER = re.compile(r"(?:^|\.)(?:layers|h|blocks)\.(\d+)\.")
 EMBEDDINGS = re.compile(r"(.*\.)?(embed_tokens|wte|wpe|embed_in|embed_positions)\.weight")
 HEADS = re.compile(r"(lm_head|embed_out|score)\.weight")
+VISION = re.compile(r"vision|multi_modal")  # weights that process images
 # Causal masks and RoPE frequencies, which older files contain, but which are not parameters.
 BUFFERS = re.compile(r"(.*\.)?(attn|attention)\.(masked_)?bias|.*\.inv_freq")
 
@@ -45,6 +46,8 @@ class Weight:
     @property
     def layer(self) -> int | None:
         """The index of the weight's decoder layer, or None outside the decoder layers."""
+        if VISION.search(self.name):
+            return None
         found = LAYER.search(self.name)
         return int(found[1]) if found else None
 
@@ -115,16 +118,28 @@ class ModelShape:
 
     @cached_property
     def active_parameters(self) -> int:
-        """The number of parameters that one token uses, without the embeddings."""
+        """The number of parameters that one text token uses, without the embeddings."""
         active = 0.0
         for weight in self.weights:
             share = 1.0
+            is_lookup = EMBEDDINGS.fullmatch(weight.name) and not self.tied
             if weight.is_expert:
                 share = self.experts_per_token / self.experts
-            elif EMBEDDINGS.fullmatch(weight.name) and not self.tied:
+            elif is_lookup or VISION.search(weight.name):
                 share = 0.0
             active += weight.numel * share
         return round(active)
+
+    def with_vision(self, headers: Mapping[str, Sequence[int]]) -> ModelShape:
+        """Return this model with those stored weights that process images.
+
+        Training holds these weights, but does not use them.
+        """
+        seeing: list[Weight] = []
+        for stored, sizes in headers.items():
+            if VISION.search(stored):
+                seeing.append(Weight(stored, tuple(sizes)))
+        return replace(self, weights=(*self.weights, *seeing))
 
     @property
     def queries(self) -> int:

@@ -305,3 +305,21 @@ def test_quantized_model_is_planned_only_in_4_bits_for_qlora() -> None:
         frozen_role("policy", shape, DeepSpeedConfig(), 1, on_gpus=True)
     with pytest.raises(PlanError, match="fp8"):
         frozen_role("policy", replace(shape, quantization="fp8"), ds, 1, on_gpus=True)
+
+
+def test_weights_that_process_images_are_read_from_files_and_are_not_layers(tmp_path: Path) -> None:
+    vision = {"hidden_size": 16, "intermediate_size": 32, "num_hidden_layers": 2}
+    sizes = {"num_attention_heads": 2, "image_size": 28, "patch_size": 14}
+    text = {**SMALL, "head_dim": 32}
+    config = CONFIG_MAPPING["gemma3"](text_config=text, vision_config=vision | sizes)
+    model = AutoModelForCausalLM.from_config(config)
+    (tmp_path / "config.json").write_text(json.dumps(stored_config(model)))
+    with pytest.raises(PlanError, match=r"model\.safetensors"):
+        read_shape(str(tmp_path))
+    model.save_pretrained(tmp_path)
+    shape = read_shape(str(tmp_path))
+    assert shape.parameters == sum(p.numel() for p in model.parameters())
+    decoder = sum(p.numel() for p in model.get_decoder().parameters())
+    assert shape.active_parameters == decoder
+    layers = [weight for weight in shape.weights if weight.layer is not None]
+    assert all(".layers." in w.name and "vision" not in w.name for w in layers)
