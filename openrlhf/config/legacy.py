@@ -93,7 +93,7 @@ def translate(groups: Iterable[Group], flags: Mapping[str, Flag]) -> Translation
         value = " ".join(words)
         old = name
         extra = value
-        if f"{name}={value}" in SWITCHES:
+        if f"{name}={value}" in SWITCHES | IGNORED:
             old = f"{name}={value}"
             extra = ""
         path, _, new = SWITCHES.get(old, "").partition(" ")
@@ -102,10 +102,10 @@ def translate(groups: Iterable[Group], flags: Mapping[str, Flag]) -> Translation
         elif path in flags and (not extra or "{}" in new):
             new = new.replace("{}", extra)
             result.replace(old, [path], [new], f" {new}")
-        elif path in flags.keys() - OLD_FLAGS or (name in IGNORED and words):
+        elif path in flags.keys() - OLD_FLAGS or (old in IGNORED and extra):
             result.violations.append(takes_no_value(f"--{name}", words, path))
-        elif name in IGNORED:
-            result.notices.append(f"--{name} no longer has an effect: {IGNORED[name]}.")
+        elif old in IGNORED:
+            result.notices.append(f"--{old} no longer has an effect: {IGNORED[old]}.")
         elif name in REMOVED:
             result.violations.append(f"--{name} no longer exists. {REMOVED[name]}")
         elif name in OLD_LENGTHS and "rollout.max_new_tokens" in flags:

@@ -149,7 +149,7 @@ SWITCHES = {
     "post_processor=null": "post_processor none",
 }
 
-# Switches that are accepted but have no effect, with the reason.
+# Switches and values that are accepted but have no effect, with the reason.
 IGNORED = {
     "perf": "times are always measured",
     "actor_init_on_gpu": "models are always loaded on the device that trains them",
@@ -157,6 +157,8 @@ IGNORED = {
     "to_bettertransformer": "--ds.attn_implementation selects the attention",
     "critic_train_remote": "the critic always trains alongside the policy",
     "unpaired_preference": "each KTO row has a prompt, an answer and a label",
+    "save_hf_model": "every run exports its final model to --ckpt.output_dir",
+    "inference_tp_size=1": "vLLM engines generate the samples",
 }
 
 # Flags whose defaults have changed, and their defaults in older releases.
@@ -181,10 +183,6 @@ REMOVED = {
     ),
     "reward_model_path": (
         "Raw weight files are not supported: pass a model folder with --reward.model_name_or_path."
-    ),
-    "save_hf_model": (
-        "Every run exports its final model to --ckpt.output_dir. Use --ckpt.save_hf to export "
-        "with every checkpoint."
     ),
     "vanilla_loss": (
         "KTO has a single loss, which estimates the KL from mismatched pairs in the batch: leave "

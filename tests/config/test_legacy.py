@@ -364,6 +364,17 @@ def test_old_switches_without_effect_are_dropped_with_a_notice(
     assert "--perf no longer has an effect" in capsys.readouterr().err
 
 
+@pytest.mark.parametrize(
+    ("command", "flag"),
+    [("train_sft", "--save_hf_model"), ("train_ppo_ray", "--inference_tp_size 1")],
+)
+def test_old_flag_that_asks_for_the_only_behavior_is_dropped_with_a_notice(
+    command: str, flag: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert parse(command, f"{flag} --run.dir r") == parse(command, "--run.dir r")
+    assert f"{flag.replace(' ', '=')} no longer has an effect" in capsys.readouterr().err
+
+
 @pytest.mark.parametrize("name", legacy.REMOVED)
 def test_removed_flag_is_refused_with_advice(name: str) -> None:
     (sentence,) = violations("train_sft", f"--{name}")
