@@ -125,7 +125,9 @@ class Reader:
 
         Sets `given` (without defaults), `notices` and `problems`.
         """
-        translated = legacy.translate(_split_at_flags(argv), self.flags)
+        names = [*self.by_spelling, *legacy.aliases(self.flags)]
+        groups = [(_full_name(name, names), words) for name, words in _split_at_flags(argv)]
+        translated = legacy.translate(groups, self.flags)
         self.notices += translated.notices
         self.problems += translated.violations
         typed: dict[str, Any] = {}
@@ -198,15 +200,11 @@ class Reader:
             self.doubtful.add(flag.path)
 
     def _take(self, name: str, words: list[str], typed: dict[str, Any]) -> None:
-        """Add the words after a flag to `typed`; the flag may be abbreviated to a unique prefix."""
-        candidates = [name]
-        if name not in self.by_spelling:
-            candidates = [spelling for spelling in self.by_spelling if spelling.startswith(name)]
-        if len(candidates) != 1:
+        """Add the words after a flag to `typed`."""
+        flag = self.by_spelling.get(name)
+        if flag is None:
             self.problems.append(self._unknown(f"--{name}"))
             return
-        spelling = candidates[0]
-        flag = self.by_spelling[spelling]
         counts = (1,)
         if flag.shape == "pair":
             counts = (2,)
@@ -217,7 +215,7 @@ class Reader:
         elif flag.shape == "switch" and words:
             self.problems.append(takes_no_value(flag.name, words))
         elif flag.shape == "switch":
-            typed[flag.path] = flag.switches[f"--{spelling}"]
+            typed[flag.path] = flag.switches[f"--{name}"]
         elif len(words) not in counts:
             found = " ".join(words) or "nothing"
             allowed = " or ".join(map(str, counts))
@@ -311,6 +309,16 @@ def _split_at_flags(argv: Iterable[str]) -> list[Group]:
         else:
             groups[-1][1].append(word)
     return groups
+
+
+def _full_name(prefix: str, names: Iterable[str]) -> str:
+    """Return the only name that starts with a prefix. If there are several or none, return the
+    prefix.
+    """
+    candidates = [name for name in names if name.startswith(prefix)]
+    if len(candidates) == 1:
+        return candidates[0]
+    return prefix
 
 
 def yaml_content(file: str, text: str) -> Any:

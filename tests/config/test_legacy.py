@@ -375,6 +375,25 @@ def test_old_flag_that_asks_for_the_only_behavior_is_dropped_with_a_notice(
     assert f"{flag.replace(' ', '=')} no longer has an effect" in capsys.readouterr().err
 
 
+@pytest.mark.parametrize(
+    ("command", "line", "path", "value"),
+    [
+        ("train_sft", "--max_epoch 3", "train.max_epochs", 3),
+        ("train_dpo", "--learning 1e-6", "adam.lr", 1e-6),
+        ("train_ppo_ray", "--actor_learning=1e-6", "actor.adam.lr", 1e-6),
+    ],
+)
+def test_unique_prefix_of_an_old_name_is_accepted(
+    command: str, line: str, path: str, value: object
+) -> None:
+    assert value_at(parse(command, line), path) == value
+
+
+def test_ambiguous_prefix_of_old_names_is_refused() -> None:
+    (sentence,) = violations("train_sft", "--max_ckpt 3")
+    assert "--max_ckpt" in sentence
+
+
 @pytest.mark.parametrize("name", legacy.REMOVED)
 def test_removed_flag_is_refused_with_advice(name: str) -> None:
     (sentence,) = violations("train_sft", f"--{name}")

@@ -99,7 +99,7 @@ def test_error_for_an_invalid_value_quotes_the_user_input(line: str, sentence: s
         ("train_sft", "--batch_size", "--train.batch_size"),
         ("train_sft", "--weight_decay", "--adam.weight_decay"),
         ("train_sft", "--data.max_length", "--data.max_len"),
-        ("train_ppo_ray", "--n_samples", "--rollout.n_samples_per_prompt"),
+        ("train_ppo_ray", "--samples_per_prompt", "--rollout.n_samples_per_prompt"),
         ("train_ppo_ray", "--advantage_estimater", "--algo.advantage.estimator"),
         ("train_ppo_ray", "--kl.init_coef", "--algo.kl.init_coef"),
         ("train_ppo_ray", "--model.model_name_or_path", "--actor.model_name_or_path"),
