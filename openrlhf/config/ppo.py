@@ -7,19 +7,27 @@ from typing import Any, Self
 
 from openrlhf.config import machine, ppo_notices, ppo_rules, rules
 from openrlhf.config.flags import value_at
+from openrlhf.config.groups import used_sections
 from openrlhf.config.learning import RLFlags
 from openrlhf.config.rollout import RolloutConfig, VLLMConfig
 from openrlhf.config.training_rules import held_out_notices
+
+SIZES = ("num_nodes", "num_gpus_per_node")
 
 
 def group_sizes(config: RLFlags) -> dict[str, Any]:
     """Return the role sizes that depend on this machine, keyed by flag path.
 
-    Roles that share devices have the same size.
+    Roles that share devices have the same size. A role without a model may have the size 0.
     """
     sizes = rules.machine_values(config)
+    used = used_sections(config).values()
+    for path, value in config.given.items():
+        role, _, leaf = path.partition(".")
+        if leaf in SIZES and role not in used and value == 0:
+            sizes[path] = 1
     for owner, *others in config.train.colocated:
-        for leaf in ("num_nodes", "num_gpus_per_node"):
+        for leaf in SIZES:
             size = sizes.get(f"{owner}.{leaf}", value_at(config, f"{owner}.{leaf}"))
             shared = {f"{role}.{leaf}": size for role in others if role != "teacher"}
             sizes |= config.unless_given(shared)

@@ -11,6 +11,7 @@ import pytest
 
 from openrlhf.config import machine
 from openrlhf.config.flags import amend, flags_of, value_at
+from openrlhf.config.groups import role_groups
 from openrlhf.config.machine import has_quick_bfloat16  # before conftest.py patches the function
 from openrlhf.config.optimizer import SCHEDULERS
 from openrlhf.config.options import parse_config
@@ -192,6 +193,32 @@ def test_group_size_defaults_to_eight_on_a_gpu_machine(gpu_machine: Any) -> None
     config, notices = resolved(rl())
     assert config.actor.num_gpus_per_node == config.reward.num_gpus_per_node == 8
     assert "No GPU" not in notices
+
+
+NO_PROCESSES = "--{0}_num_nodes 0 --{0}_num_gpus_per_node 0"
+
+
+@pytest.mark.parametrize("role", ["ref", "critic", "reward"])
+@pytest.mark.parametrize("sharing", ["", "--colocate_actor_ref", "--colocate_all_models"])
+def test_role_without_a_model_may_have_no_processes(role: str, sharing: str) -> None:
+    line = f"{NO_PROCESSES.format(role)} {sharing} --init_kl_coef 0"
+    config = ppo(line)
+    assert config.actor.num_nodes == config.actor.num_gpus_per_node == 1
+    assert role not in [name for group in role_groups(config) for name in group.roles]
+
+
+@pytest.mark.parametrize(
+    ("role", "model"),
+    [
+        ("actor", ""),
+        ("ref", "--init_kl_coef 0.1"),
+        ("critic", "--advantage_estimator gae"),
+        ("reward", "--reward_pretrain r"),
+    ],
+)
+def test_role_with_a_model_needs_processes(role: str, model: str) -> None:
+    found = violations("train_ppo_ray", f"{NO_PROCESSES.format(role)} {model}")
+    assert f"--{role}.num_nodes is 0, but it must be at least 1." in found
 
 
 def test_colocated_roles_have_the_same_size(gpu_machine: Any) -> None:
