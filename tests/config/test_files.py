@@ -185,6 +185,7 @@ def test_yaml_value_types_are_converted(tmp_path: Path) -> None:
         ("plugin:\n-", "run.yaml: --plugin takes text, not None"),
         ("- 1", "run.yaml contains a list, not names and values"),
         ("a: [", "run.yaml cannot be read"),
+        ("train:\n  a: [", 'run.yaml", line 2'),
     ],
 )  # fmt: skip
 def test_error_in_a_file_names_the_file_and_the_key(
