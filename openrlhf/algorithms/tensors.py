@@ -150,7 +150,7 @@ class _LinearScores(torch.autograd.Function):
         want_entropy: bool,
     ) -> tuple[Tensor, Tensor | None]:
         dtype = torch.promote_types(states.dtype, torch.float32)
-        logprobs = torch.empty(len(targets), dtype=dtype, device=states.device)
+        logprobs = states.new_empty(len(targets), dtype=dtype)
         entropy = torch.empty_like(logprobs)
         for rows in row_chunks(len(states), len(weight)):
             logits = F.linear(states[rows], weight, bias)
@@ -171,11 +171,9 @@ class _LinearScores(torch.autograd.Function):
     ) -> tuple[Tensor | None, ...]:
         states, weight, bias, targets, entropy = ctx.saved_tensors
         grad_logprobs, grad_entropy = grads
-        dtype = torch.promote_types(states.dtype, torch.float32)
         if grad_logprobs is None:
-            grad_logprobs = torch.zeros(len(targets), dtype=dtype, device=states.device)
-        else:
-            grad_logprobs = grad_logprobs / ctx.temperature
+            grad_logprobs = torch.zeros_like(entropy)
+        grad_logprobs = grad_logprobs / ctx.temperature
         if grad_entropy is not None:
             grad_entropy = grad_entropy / ctx.temperature
         gradients = _LinearGradients(states, weight, bias, weight_needed=ctx.needs_input_grad[1])
@@ -208,7 +206,7 @@ class _ReducedLogits(torch.autograd.Function):
         chunks = list(row_chunks(len(states), len(weight))) or [slice(0, 0)]
         reduced: list[Tensor] = []
         for rows in chunks:
-            reduced.append(reduce(_widened(F.linear(states[rows], weight, bias)), rows))
+            reduced.append(reduce(widened(F.linear(states[rows], weight, bias)), rows))
         ctx.save_for_backward(states, weight, bias)
         ctx.reduce = reduce
         return torch.cat(reduced)
@@ -221,7 +219,7 @@ class _ReducedLogits(torch.autograd.Function):
         states, weight, bias = ctx.saved_tensors
         gradients = _LinearGradients(states, weight, bias, weight_needed=ctx.needs_input_grad[1])
         for rows in row_chunks(len(states), len(weight)):
-            logits = _widened(F.linear(states[rows], weight, bias)).requires_grad_()
+            logits = widened(F.linear(states[rows], weight, bias)).requires_grad_()
             with torch.enable_grad():
                 reduced = ctx.reduce(logits, rows)
             [d_logits] = torch.autograd.grad(reduced, logits, grad[rows])
@@ -260,14 +258,14 @@ class _LinearGradients:
             self.weight += d_logits.t() @ states[rows]
 
 
-def _widened(logits: Tensor) -> Tensor:
+def widened(logits: Tensor) -> Tensor:
     """Return the logits in float32 or float64."""
     return logits.to(torch.promote_types(logits.dtype, torch.float32))
 
 
 def _log_softmax(logits: Tensor, temperature: float) -> Tensor:
     """Return a new (rows, V) block of log-probabilities in float32 or float64."""
-    logits = _widened(logits)
+    logits = widened(logits)
     if temperature != 1:
         logits = logits / temperature
     return torch.log_softmax(logits, dim=1)

@@ -4,12 +4,12 @@ from collections.abc import Callable
 from functools import partial
 from typing import Any, NamedTuple, Self, TypeVar
 
-import torch
 from jaxtyping import Bool, Float, Int
 from torch import Tensor
 from torch.nn.functional import linear
 from transformers import PreTrainedModel
 
+from openrlhf.algorithms.tensors import widened
 from openrlhf.models.backbone import HeadedModel, Outputs
 from openrlhf.models.head import OutputHead
 from openrlhf.models.loading import LoadSpec, load_causal_lm, reject_transformed_logits
@@ -92,8 +92,7 @@ class LogitSource(NamedTuple):
 
     def logits(self, rows: slice | Int[Tensor, " k"]) -> Float[Tensor, "k V"]:
         """Return the float32 logits at some of the K positions."""
-        logits = linear(self.states[rows], self.weight, self.bias)
-        return logits.to(torch.promote_types(logits.dtype, torch.float32))
+        return widened(linear(self.states[rows], self.weight, self.bias))
 
 
 class LogitModel(PolicyModel):

@@ -44,9 +44,7 @@ class Block(NamedTuple):
         keys = torch.arange(self.keys.stop - self.keys.start, device=like.device)
         distances = self.distance + queries[:, None] - keys[None, :]
         hidden = distances >= self.window
-        return torch.zeros(hidden.shape, dtype=like.dtype, device=like.device).masked_fill(
-            hidden, float("-inf")
-        )
+        return like.new_zeros(hidden.shape).masked_fill(hidden, float("-inf"))
 
 
 class RingRow:
@@ -187,8 +185,8 @@ class _RingAttention(torch.autograd.Function):
         dtype = kernel_dtype(query)
         grouped = _grouped(query, key, dtype)
         shape = (*grouped.shape[:-1], value.shape[-1])
-        output = torch.zeros(shape, dtype=torch.float32, device=query.device)
-        lse = torch.full(shape[:-1], float("-inf"), dtype=torch.float32, device=query.device)
+        output = query.new_zeros(shape, dtype=torch.float32)
+        lse = query.new_full(shape[:-1], float("-inf"), dtype=torch.float32)
         for turn, held in _travelling(row.ring, torch.cat([key[0], value[0]], -1)):
             keys, values = held.to(dtype).split([key.shape[-1], value.shape[-1]], -1)
             for block in row.blocks(row.ring.source(turn), window):
@@ -216,12 +214,12 @@ class _RingAttention(torch.autograd.Function):
         dtype = output.dtype
         grouped = _grouped(query, key, dtype)
         of_output = _grouped(gradient, key, dtype)
-        of_query = torch.zeros(grouped.shape, dtype=torch.float32, device=query.device)
+        of_query = torch.zeros_like(grouped, dtype=torch.float32)
         sizes = [key.shape[-1], value.shape[-1]]
         packed = torch.cat([key[0], value[0]], -1)
         # The gradient of a rank's keys travels with the keys.
         # After `size` shifts, the gradient is back on that rank.
-        of_held = torch.zeros(packed.shape, dtype=torch.float32, device=query.device)
+        of_held = torch.zeros_like(packed, dtype=torch.float32)
         for turn, held in _travelling(row.ring, packed):
             if turn:
                 of_held = _shifted(row.ring, of_held)

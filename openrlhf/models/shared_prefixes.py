@@ -13,8 +13,10 @@ from typing import Any, Self
 
 import numpy as np
 import torch
-from jaxtyping import Int
+from jaxtyping import Float, Int
 from torch import Tensor
+
+from openrlhf.algorithms.tensors import widened
 
 # Tensor arguments that attention functions are known to use, to reject or to ignore.
 KNOWN_TENSORS = {
@@ -61,6 +63,37 @@ class SharedPrefixes:
             source=torch.from_numpy(source).to(tokens.device),
         )
 
+    def expand(self, states: Float[Tensor, "1 H M D"]) -> Float[Tensor, "1 H N D"]:
+        """Return the states at all positions.
+
+        The gradients of a shared state are summed in at least float32.
+        """
+        source = self.source.to(states.device)  # a model may be spread over several GPUs
+        expanded: Any = _Expanded.apply(states, source)
+        return expanded
+
+
+class _Expanded(torch.autograd.Function):
+    """A selection of states whose gradients are added in float32 and rounded once.
+
+    Autograd would round every partial sum: with 64 samples of a prompt in bfloat16, by 1 %.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, states: Tensor, source: Tensor) -> Tensor:
+        ctx.save_for_backward(source)
+        ctx.shape = states.shape
+        return states.index_select(2, source)
+
+    @staticmethod
+    def backward(  # pyright: ignore[reportIncompatibleMethodOverride]
+        ctx: Any, gradient: Tensor
+    ) -> tuple[Tensor, None]:
+        [source] = ctx.saved_tensors
+        wide = widened(gradient)
+        summed = wide.new_zeros(ctx.shape).index_add_(2, source, wide)
+        return summed.to(gradient.dtype), None
+
 
 def sharing(attend: Callable[..., tuple[Tensor, Any]]) -> Callable[..., tuple[Tensor, Any]]:
     """Return a Transformers attention function that also accepts rows with shared prefixes.
@@ -88,10 +121,8 @@ def sharing(attend: Callable[..., tuple[Tensor, Any]]) -> Callable[..., tuple[Te
                 )
         if shared_prefixes is None:
             return attend(module, query, key, value, *mask, **options)
-        device = query.device  # a model may be spread over several GPUs
-        source = shared_prefixes.source.to(device)
-        whole = (states.index_select(2, source) for states in (query, key, value))
+        whole = (shared_prefixes.expand(states) for states in (query, key, value))
         attended, weights = attend(module, *whole, *mask, **options)  # (1, N, H, D)
-        return attended.index_select(1, shared_prefixes.computed.to(device)), weights
+        return attended.index_select(1, shared_prefixes.computed.to(query.device)), weights
 
     return attend_in_whole_row

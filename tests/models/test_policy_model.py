@@ -140,6 +140,19 @@ def test_shared_prefix_is_computed_once_without_changing_the_results(
         torch.testing.assert_close(packed, padded, atol=2e-5, rtol=1e-4)
 
 
+def test_gradients_of_a_shared_prefix_in_bfloat16_are_rounded_once() -> None:
+    samples = 64
+    prefixes = SharedPrefixes.of(torch.tensor([5, 9] * samples), offsets_of([2] * samples))
+    assert prefixes
+    states = torch.zeros(1, 3, 2, 16, dtype=torch.bfloat16, requires_grad=True)
+    expanded = prefixes.expand(states)
+    gradient = torch.randn(expanded.shape, generator=torch.Generator().manual_seed(0)).bfloat16()
+    expanded.backward(gradient)
+    assert states.grad is not None
+    expected = gradient.double().unflatten(2, (samples, 2)).sum(2)
+    torch.testing.assert_close(states.grad, expected.bfloat16(), rtol=0.004, atol=1e-6)
+
+
 def test_short_shared_prefix_is_ignored() -> None:
     sequences = [[5, *range(10, 30)], [5, *range(31, 51)], [6, *range(10, 30)]]
     offsets = offsets_of([len(sequence) for sequence in sequences])
