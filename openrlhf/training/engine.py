@@ -267,6 +267,7 @@ class TrainEngine:
             if self.average:
                 self.average.update()
             if self.changes:
+                # The ranks of a slice sample different weights, but only the ratio is used.
                 moved, sampled = self.strategy.all_reduce(self.changes.count())
                 changed = moved / sampled
         else:

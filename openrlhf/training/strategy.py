@@ -106,7 +106,7 @@ class Strategy:
         if op == "max":
             dist.all_reduce(block, op=dist.ReduceOp.MAX)
         else:
-            dist.all_reduce(block, op=dist.ReduceOp.SUM)
+            dist.all_reduce(block)
             block /= self.layout.ranks_per_slice
         return block.tolist()
 
