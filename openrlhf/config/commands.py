@@ -222,5 +222,7 @@ class Root(RecordedCommand):
     def violations(self) -> Iterator[str]:
         """Yield violations, including those about adapters, precision and early stopping."""
         yield from super().violations()
+        if self.ckpt.saves and not self.ckpt.max_num:
+            yield "<ckpt.max_num> deletes the checkpoints of <ckpt.save_steps>: keep 1 or more."
         yield from training_rules.weight_violations(self.ds)
         yield from training_rules.patience_violations(self.eval, self.ckpt)

@@ -31,7 +31,7 @@ class CheckpointConfig(Section):
         "Export float32 weights for further training (with bf16: the optimizer's master weights).",
     )
     disable_ds: bool = switch("Do not save the training state; the run cannot be resumed.")
-    max_num: int = count(3, "Number of regular checkpoints to keep.")
+    max_num: int = option(3, "Number of regular checkpoints to keep.", ge=0)
     max_mem: float = option(1e8, "Maximum total size of all checkpoints, in GiB.", gt=0)
     load_enable: bool = switch("Resume from the newest complete checkpoint.")
     best_metric_key: str = option(

@@ -375,6 +375,11 @@ def test_old_flag_that_asks_for_the_only_behavior_is_dropped_with_a_notice(
     assert f"{flag.replace(' ', '=')} no longer has an effect" in capsys.readouterr().err
 
 
+@pytest.mark.parametrize("command", ["train_sft", "train_ppo_ray"])
+def test_run_without_checkpoints_may_keep_none(command: str) -> None:
+    assert parse(command, "--max_ckpt_num 0 --save_steps -1").ckpt.max_num == 0
+
+
 @pytest.mark.parametrize(
     ("command", "line", "path", "value"),
     [
