@@ -164,7 +164,7 @@ class Reader:
 
         `spelled` contains the spelling of each flag that was typed under an even older name.
         """
-        old = {path: self.given.pop(path) for path in OLD_FLAGS if path in self.given}
+        old = {path: self.given.pop(path, False) for path in OLD_FLAGS}
         old = {path: value for path, value in old.items() if value is not False}
         if not old:
             return
@@ -240,8 +240,7 @@ class Reader:
         paths: list[str] = []
         for found in renamed.get(bare) or nearest(bare, [*available, *renamed]):
             paths += renamed.get(found, [found])
-        paths = [SUCCESSORS.get(path, path) for path in paths]
-        paths = list(dict.fromkeys(paths))
+        paths = list(dict.fromkeys(SUCCESSORS.get(path, path) for path in paths))
         self.doubtful.update(paths)
         dashes = name.removesuffix(bare)
         hint = did_you_mean([dashes + path for path in paths])

@@ -368,9 +368,11 @@ def chat_end(tokenizer: PreTrainedTokenizerBase, stops: Collection[str]) -> list
         return []
     if any(stop in after for stop in stops):
         return []
-    stopping = f"generation stops at {', '.join(sorted(stops))}"
-    if not after:
-        seen = f"The chat template adds nothing to the end of an answer, but {stopping}."
-        return [Finding(seen, "Add an end-of-turn text to the template.")]
-    seen = f"The chat template ends an answer with {after!r}, but {stopping}."
-    return [Finding(seen, f"Add --rollout.stop ${after.strip() or after!r}.")]
+    seen = (
+        f"The chat template ends an answer with {after!r}, but generation stops at "
+        f"{', '.join(sorted(stops))}."
+    )
+    fix = "Add an end-of-turn text to the template."
+    if after:
+        fix = f"Add --rollout.stop ${after.strip() or after!r}."
+    return [Finding(seen, fix)]
