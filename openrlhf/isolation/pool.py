@@ -13,6 +13,7 @@ import asyncio
 import os
 from collections.abc import Coroutine, Sequence
 from concurrent.futures import Future
+from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, TypeVar
@@ -217,7 +218,8 @@ async def _keep_short(logs: Sequence[Path]) -> None:
         for log in logs:
             if (size := log_size(log)) > LOG_BYTES:
                 removed[log] += size - 2 * LOG_KEPT
-                _cut(log, f"\n[{removed[log]:,} bytes were removed here to shorten the log]\n")
+                with suppress(OSError):  # for example, the user has removed the log
+                    _cut(log, f"\n[{removed[log]:,} bytes were removed here to shorten the log]\n")
         await asyncio.sleep(LOG_SECONDS)
 
 

@@ -118,10 +118,7 @@ class UserProcess:
         """Start the process in its own session, and start reading its messages."""
         ours, theirs = socket.socketpair()
         uid = random.choice(UIDS)  # user id of user code if this process runs as root
-        if self.log is None:
-            output = os.dup(2)
-        else:
-            output = os.open(self.log, os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o644)
+        output = self._open_log()
         memory_bytes = int(self.limits.memory_gib * GIB)
         try:
             self.process = subprocess.Popen(
@@ -145,6 +142,15 @@ class UserProcess:
             os.close(output)
         self._reader, self._writer = await asyncio.open_connection(sock=ours)
         self._listening = asyncio.create_task(self._listen(self.process))
+
+    def _open_log(self) -> int:
+        """Open the log, or duplicate stderr if there is no log or it cannot be opened."""
+        if self.log:
+            try:
+                return os.open(self.log, os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o644)
+            except OSError as error:  # for example, the disk is full
+                warn(f"Cannot open {self.log}: {error.strerror}. User code prints to stderr.")
+        return os.dup(2)
 
     async def _run(self, call: UserCall) -> Any:
         done = asyncio.get_running_loop().create_future()
@@ -206,7 +212,8 @@ class UserProcess:
 
     async def _listen(self, process: subprocess.Popen[bytes]) -> None:
         """Read messages until the process ends, then fail the remaining calls."""
-        with suppress(OSError, EOFError):
+        # User code that writes to our socket causes a ValueError or TypeError.
+        with suppress(OSError, EOFError, ValueError, TypeError):
             while not self._culprit_known:
                 (length,) = LENGTH.unpack(await self._reader.readexactly(LENGTH.size))
                 if length > MAX_MESSAGE_BYTES:
@@ -352,17 +359,19 @@ def _environment() -> dict[str, str]:
 
 
 def log_size(log: Path | None) -> int:
-    """Return the size of a log in bytes; 0 if it does not exist."""
-    if log and log.exists():
-        return log.stat().st_size
+    """Return the size of a log in bytes; 0 if it cannot be read, e.g. if the user removed it."""
+    if log:
+        with suppress(OSError):
+            return log.stat().st_size
     return 0
 
 
 def _printed(log: Path | None, start: int) -> str:
     """Return at most the last 4000 bytes logged since byte `start`, for an error message."""
-    if log is None:
-        return ""
-    written = log.read_bytes()
+    written = b""
+    if log:
+        with suppress(OSError):
+            written = log.read_bytes()
     if start > len(written):  # the log exceeded its maximum size and was cut
         start = 0
     text = written[start:][-4000:].decode(errors="replace").strip()

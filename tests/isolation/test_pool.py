@@ -157,6 +157,7 @@ def test_tensors_and_arrays_are_returned_as_plain_numbers(tmp_path: Path):
         ),
         ("hold_the_interpreter", "timeout", "in hold_the_interpreter"),
         ("close_everything", "killed exit", "close_everything ended its process"),
+        ("write_to_every_socket", "killed", "write_to_every_socket ended its process"),
         ("huge", "memory", "MemoryError"),
         ("absent", "exception", "has no function absent; its functions are: echo, process"),
     ],
@@ -477,6 +478,36 @@ def test_oversized_log_keeps_its_beginning_and_end(tmp_path: Path, monkeypatch: 
     assert found
     removed = int(found[1].replace(",", ""))
     assert 1_000_000 <= removed + said.count("x") <= 1_200_200
+
+
+def test_call_whose_log_was_removed_fails_when_its_process_ends(tmp_path: Path) -> None:
+    with closing(ProcessPool(1, log_dir=tmp_path)) as pool:
+        with pytest.raises(UserCodeError, match="exited with status 7"):
+            call(pool, "remove_and_leave", str(tmp_path / "user-0.log"))
+        assert call(pool, "echo", "fine") == [["fine"], {}]
+
+
+def test_process_without_a_writable_log_prints_to_stderr(
+    tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    logs = tmp_path / "logs"
+    with closing(ProcessPool(1, log_dir=logs)) as pool:
+        logs.rmdir()
+        assert call(pool, "shout") == "quiet"
+    assert "printed to stdout" in capfd.readouterr().err
+
+
+def test_log_that_cannot_be_shortened_does_not_keep_other_logs_from_being_shortened(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(pool_module, "LOG_BYTES", 1)
+    monkeypatch.setattr(pool_module, "LOG_KEPT", 1000)
+    monkeypatch.setattr(pool_module, "LOG_SECONDS", 0.01)
+    (tmp_path / "user-0.log").mkdir()
+    log = tmp_path / "user-1.log"
+    with closing(ProcessPool(2, log_dir=tmp_path)):
+        log.write_bytes(bytes(100_000))
+        assert becomes_true(lambda: log.stat().st_size < 10_000)
 
 
 # ---- attacks by user code on the process that monitors it

@@ -77,6 +77,11 @@ def leave():
     sys.exit("that is all")
 
 
+def remove_and_leave(log):
+    os.unlink(log)
+    os._exit(7)
+
+
 def crash():
     ctypes.string_at(0)
 
@@ -107,6 +112,13 @@ def opaque():
 
 def close_everything():
     os.closerange(3, 4096)
+    time.sleep(1000)
+
+
+def write_to_every_socket():
+    for descriptor in Path("/proc/self/fd").iterdir():
+        if descriptor.is_socket():
+            os.write(int(descriptor.name), b"\0\0\0\0\0\0\0\1?")
     time.sleep(1000)
 
 
