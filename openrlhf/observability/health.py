@@ -121,7 +121,7 @@ class Health:
         """
         numbers = {name: math.nan if value is None else value for name, value in values.items()}
         for name, value in numbers.items():
-            if _is_watched(name):
+            if _rules_of(name):
                 error = numbers.get(f"{name.removesuffix('_pass1')}_score_stderr", math.nan)
                 self._curves.setdefault(name, []).append(Point(step, value, error))
         return self._new_notices(values)
@@ -139,16 +139,17 @@ class Health:
 
     def _new_notices(self, names: Iterable[str], *, ended: bool = False) -> list[str]:
         """Return the new notices about these metrics, in the order of the rules."""
+        checks: list[tuple[int, str]] = []
+        for name in names:
+            checks += [(number, name) for number in _rules_of(name)]
         notices: list[str] = []
-        for rule in RULES:
-            if rule.at_end and not ended:
+        for number, name in sorted(checks):
+            rule = RULES[number]
+            if (rule.at_end and not ended) or self._is_explained(rule.problem):
                 continue
-            for name in sorted(names):
-                if not re.fullmatch(rule.metric, name) or self._is_explained(rule.problem):
-                    continue
-                if rule.holds(self._curves[name]):
-                    self._reported.add(rule.problem)
-                    notices.append(_notice(rule, name, self._curves[name]))
+            if rule.holds(self._curves[name]):
+                self._reported.add(rule.problem)
+                notices.append(_notice(rule, name, self._curves[name]))
         return notices
 
     def _is_explained(self, problem: str) -> bool:
@@ -180,9 +181,9 @@ def _notice(rule: Rule, name: str, curve: Curve) -> str:
 
 
 @cache
-def _is_watched(name: str) -> bool:
-    """Return whether a rule applies to a metric."""
-    return any(re.fullmatch(rule.metric, name) for rule in RULES)
+def _rules_of(name: str) -> list[int]:
+    """Return the positions in RULES of the rules that apply to a metric."""
+    return [number for number, rule in enumerate(RULES) if re.fullmatch(rule.metric, name)]
 
 
 MEANING: dict[str, str] = toml_beside(__file__)  # explanation of each problem and what to check
