@@ -4,6 +4,7 @@ The result is validated, and its token ids are matched with the engine's samples
 """
 
 import math
+from array import array
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from itertools import chain
@@ -83,6 +84,7 @@ def assemble(
     for (start, end), amount in zip(ranges, turn_rewards or (), strict=False):
         if end > start:
             rewarded.append((min(end, max_length) - 1, amount))
+    _, end_of_actions = ranges[-1]
     versions = set(last.weight_versions).union(*(each.weight_versions for each in earlier))
     last.weight_versions = sorted(versions)
     notices = result.get("notices")
@@ -91,7 +93,8 @@ def assemble(
     return Assembled(
         builder=last,
         reward=_reward(result, turn_rewards),
-        truncated=bool(result.get("truncated")) or len(checked.observation_tokens) > max_length,
+        # Feedback after the last action does not count: the policy has already ended its turn.
+        truncated=bool(result.get("truncated")) or end_of_actions > max_length,
         turns=sum(len(entry.action_ranges) for entry in entries),
         earlier=[each for each in earlier if any(each.action_mask)],
         turn_rewards=tuple(rewarded),
@@ -174,10 +177,11 @@ class _Samples:
         belong to another episode is used only if its prompt equals the tokens before `start`.
         """
         span = tokens[start:end]
+        before = array("i", tokens[:start]).tobytes()
         matching: list[tuple[bool, bool, int, int]] = []
         for index, request in enumerate(self.unused):
             sampled = request.answer.tokens
-            follows = request.question["prompt"] == tokens[:start]
+            follows = request.question["prompt"] == before
             if sampled[: len(span)] == span[: len(sampled)] and (follows or request.own):
                 length = min(len(sampled), len(span))
                 matching.append((follows, request.own, length, -index))

@@ -3,6 +3,7 @@
 import asyncio
 import os
 import pickle
+from array import array
 from pathlib import Path
 from typing import Any
 
@@ -110,7 +111,8 @@ class AgentEpisodes:
             if requested.seed in (None, params.seed):
                 requested.seed = spec.seed_of(prompt, index, turn)
             try:
-                [generation] = await generate(prompt, spec, question["prompt"], [requested])
+                tokens = array("i", question["prompt"]).tolist()
+                [generation] = await generate(prompt, spec, tokens, [requested])
             except RequestRefused as refused:
                 return str(refused)
             return generation
@@ -174,7 +176,7 @@ class AgentEpisodes:
         for request in asked:
             sample = request.answer
             if request.own and isinstance(sample, Generation):
-                builder = TrajectoryBuilder(request.question["prompt"])
+                builder = TrajectoryBuilder(array("i", request.question["prompt"]))
                 builder.append_action(sample.tokens, sample.logprobs, sample.weight_versions)
         message = str(error)
         if isinstance(error, EpisodeMistake):

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import inspect
 import pickle
+from array import array
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, fields
 from pathlib import Path
@@ -69,7 +70,9 @@ class EngineProxy:
             )
         params.max_tokens = min(room, params.max_tokens or room)
         params.min_tokens = min(params.min_tokens, params.max_tokens)
-        generation: Generation | str = await self._ask({"prompt": prompt, "params": asdict(params)})
+        # As bytes, because every question is kept until the episode ends.
+        question = {"prompt": array("i", prompt).tobytes(), "params": asdict(params)}
+        generation: Generation | str = await self._ask(question)
         if isinstance(generation, str):
             raise EngineRefusal(generation)
         logprobs = None

@@ -5,6 +5,7 @@ Action masks cover exactly the sampled tokens, and each token keeps its log-prob
 
 from __future__ import annotations
 
+from array import array
 from dataclasses import replace
 from typing import Any
 
@@ -34,7 +35,7 @@ def call(prompt: list[int], tokens: list[int], *, version: int = 0, start: float
         stop_reason=None,
         weight_versions=(version,),
     )
-    return Asked({"prompt": prompt}, generation, own=True)
+    return Asked({"prompt": array("i", prompt).tobytes()}, generation, own=True)
 
 
 def played(
@@ -77,7 +78,7 @@ def test_episode_gets_masks_logprobs_and_weight_versions_from_its_samples(
 
 
 @given(st.lists(TURN, min_size=1, max_size=5), st.integers(1, 30))
-def test_episode_longer_than_the_context_is_cut_and_marked_as_truncated(
+def test_episode_longer_than_the_context_is_cut_and_truncated_if_an_action_does_not_fit(
     turns: list[Any], length: int
 ) -> None:
     result, calls = played([0], turns)
@@ -86,7 +87,8 @@ def test_episode_longer_than_the_context_is_cut_and_marked_as_truncated(
     assert cut.builder.tokens == whole.tokens[:length]
     assert cut.builder.action_mask == whole.action_mask[:length]
     assert cut.builder.rollout_logprobs == whole.rollout_logprobs[:length]
-    assert cut.truncated == (len(whole.tokens) > length)
+    _, end_of_actions = result["action_ranges"][-1]
+    assert cut.truncated == (end_of_actions > length)
 
 
 def test_action_range_can_span_several_samples_and_end_inside_one() -> None:
@@ -214,7 +216,7 @@ def test_unfinished_sample_fails_the_episode_that_uses_it(
     with pytest.raises(UserCodeError, match="engine 0 gave NaN") as error:
         assemble(result, [broken], 100, vocabulary=1000)
     assert error.value.failure is Failure.ENGINE
-    unused = replace(broken, question={"prompt": [9]})
+    unused = replace(broken, question={"prompt": b""})
     assert assemble(result, [sample, unused], 100, vocabulary=1000)
 
 
