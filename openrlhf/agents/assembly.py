@@ -84,7 +84,6 @@ def assemble(
     for (start, end), amount in zip(ranges, turn_rewards or (), strict=False):
         if end > start:
             rewarded.append((min(end, max_length) - 1, amount))
-    _, end_of_actions = ranges[-1]
     versions = set(last.weight_versions).union(*(each.weight_versions for each in earlier))
     last.weight_versions = sorted(versions)
     notices = result.get("notices")
@@ -94,7 +93,7 @@ def assemble(
         builder=last,
         reward=_reward(result, turn_rewards),
         # Feedback after the last action does not count: the policy has already ended its turn.
-        truncated=bool(result.get("truncated")) or end_of_actions > max_length,
+        truncated=bool(result.get("truncated")) or ranges[-1][1] > max_length,
         turns=sum(len(entry.action_ranges) for entry in entries),
         earlier=[each for each in earlier if any(each.action_mask)],
         turn_rewards=tuple(rewarded),
