@@ -141,7 +141,8 @@ class Health:
         """Return the new notices about these metrics, in the order of the rules."""
         checks: list[tuple[int, str]] = []
         for name in names:
-            checks += [(number, name) for number in _rules_of(name)]
+            for number in _rules_of(name):
+                checks.append((number, name))
         notices: list[str] = []
         for number, name in sorted(checks):
             rule = RULES[number]
