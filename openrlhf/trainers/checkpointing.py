@@ -6,6 +6,7 @@ from pathlib import Path
 
 from transformers import PreTrainedTokenizerBase
 
+from openrlhf import termination
 from openrlhf.algorithms.kl import KLController
 from openrlhf.checkpoints.manager import SAVE_FAILED, CheckpointManager
 from openrlhf.checkpoints.manifest import Checkpoint, CheckpointError, RunState, StagedCheckpoint
@@ -122,8 +123,17 @@ class Checkpointing:
     def export(self) -> None:
         """Write the trained models to --ckpt.output_dir at the end of the run.
 
-        The critic is written only with --critic.save_value_network.
+        The critic is written only with --critic.save_value_network. If the run writes no
+        checkpoints, termination is delayed until the export is complete, because an interrupted
+        export would lose the models.
         """
+        if self.config.ckpt.saves:
+            self._export()
+            return
+        with termination.deferred():
+            self._export()
+
+    def _export(self) -> None:
         folder = Path(self.config.ckpt.output_dir).absolute()
         self.export_policy(str(folder), final=True)
         self.recorder.display.note(f"model: {folder}")

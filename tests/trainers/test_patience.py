@@ -423,6 +423,28 @@ def test_terminating_an_export_does_not_save_the_best_weights_as_the_last_step(
     assert bool(last) == saved and trainer.weights_made.made_by == (8 if saved else 2)
 
 
+@pytest.mark.parametrize(("save_steps", "is_finished"), [(-1, True), (100, False)])
+def test_rl_run_terminated_during_its_export_finishes_it_or_saves_a_checkpoint(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, save_steps: int, is_finished: bool
+) -> None:
+    trainer = OnPolicy(tmp_path, [*SCORES, 0.1, 0.1], patience=None, save_steps=save_steps)
+    trainer.loop.evaluation.best.key = "none"
+    broadcast = trainer.weights_made.broadcast
+
+    def broadcast_and_terminate(method: Any, *args: Any) -> list[Any]:
+        if method is TrainedWorker.export:
+            if not termination._State.open_deferrals:
+                raise SystemExit(143)
+            monkeypatch.setattr(termination._State, "status", 143)
+        return broadcast(method, *args)
+
+    monkeypatch.setattr(trainer.weights_made, "broadcast", broadcast_and_terminate)
+    with pytest.raises(SystemExit):
+        trainer.fit()
+    assert (trainer.weights_made.exported == STEPS) == is_finished
+    assert bool(trainer.saved.find(STEPS, best=False)) != is_finished
+
+
 def test_last_policy_is_exported_without_patience(tmp_path: Path) -> None:
     trainer = OnPolicy(tmp_path, [*SCORES, 0.1, 0.1], patience=None)
     trainer.fit()
