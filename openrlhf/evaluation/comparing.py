@@ -15,7 +15,7 @@ from openrlhf.masking import hide
 from openrlhf.observability.run_folder import sample_row
 from openrlhf.rewards.judge import Judge, NoVerdict
 from openrlhf.rewards.servers import ServerError
-from openrlhf.rollout.episode_metrics import group_by_source
+from openrlhf.rollout.episode_metrics import group_by_source, mean_or_nan
 
 # Computes a table row: numbers by column name. Counts are integers.
 Columns = Callable[[Sequence["Comparison"]], Mapping[str, float]]
@@ -138,13 +138,6 @@ def win_rate(pairs: Sequence[Comparison]) -> tuple[float, float]:
     if len(means) > 1:
         error = stdev(means) / math.sqrt(len(means))
     return mean_or_nan(means), error
-
-
-def mean_or_nan(values: Sequence[float]) -> float:
-    """Return the mean, or NaN if `values` is empty."""
-    if not values:
-        return math.nan
-    return fmean(values)
 
 
 def win_columns(pairs: Sequence[Comparison]) -> dict[str, float]:

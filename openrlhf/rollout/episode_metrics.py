@@ -1,8 +1,9 @@
 """Metrics for the episodes of a training step, and for evaluations by data source."""
 
+import math
 from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
-from statistics import stdev
+from statistics import fmean, stdev
 from typing import TypeVar
 
 from openrlhf.core.trajectory import Exclusion, Trajectory
@@ -117,19 +118,20 @@ def _source_metrics(finished: Sequence[Trajectory], *, k: int) -> dict[str, floa
         if episode.score is not None:
             scores.setdefault(episode.prompt.index, []).append(episode.score)
     rewards = [episode.reward for episode in finished if episode.reward is not None]
-    means = list(map(_mean, scores.values()))
+    means = list(map(mean_or_nan, scores.values()))
     metrics: dict[str, float] = {}
     if len(means) > 1:
         metrics["score_stderr"] = stdev(means) / len(means) ** 0.5
-    metrics[f"pass{k}"] = _mean(list(map(max, scores.values())))
-    metrics["pass1"] = _mean(means)
-    metrics["reward_mean"] = _mean(rewards)
-    metrics["response_length_mean"] = _mean([episode.num_actions for episode in finished])
-    metrics["truncated_rate"] = _mean([episode.truncated for episode in finished])
+    metrics[f"pass{k}"] = mean_or_nan(list(map(max, scores.values())))
+    metrics["pass1"] = mean_or_nan(means)
+    metrics["reward_mean"] = mean_or_nan(rewards)
+    metrics["response_length_mean"] = mean_or_nan([episode.num_actions for episode in finished])
+    metrics["truncated_rate"] = mean_or_nan([episode.truncated for episode in finished])
     return metrics
 
 
-def _mean(numbers: Sequence[float]) -> float:
+def mean_or_nan(numbers: Sequence[float]) -> float:
+    """Return the mean, or NaN if there are no numbers."""
     if not numbers:
-        return float("nan")
-    return sum(numbers) / len(numbers)
+        return math.nan
+    return fmean(numbers)
