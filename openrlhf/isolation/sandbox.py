@@ -22,7 +22,7 @@ import time
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
-from typing import NoReturn
+from typing import IO, NoReturn
 
 from openrlhf.isolation import confinement
 
@@ -72,37 +72,16 @@ def run_program(program: str, stdin: str = "", *, seconds: float) -> Ran:
     if the program cannot be started.
     """
     with tempfile.TemporaryFile() as output, tempfile.TemporaryFile() as errors:
-        folder = tempfile.mkdtemp(prefix="sandbox-")  # the launcher removes this folder
-        Path(folder, "program.py").write_text(program, encoding="utf-8", errors="replace")
-        uid = random.choice(confinement.UIDS)  # user id of the program if this process runs as root
+        folder = tempfile.mkdtemp(prefix="sandbox-")
         try:
-            status = subprocess.run(
-                [
-                    sys.executable,
-                    "-I",
-                    "-S",
-                    "-c",
-                    f"{LAUNCH}; launch({seconds!r}, {uid}, {READABLE!r})",
-                ],
-                input=stdin.encode(errors="replace"),
-                stdout=output,
-                stderr=errors,
-                cwd=folder,
-                env=ENVIRONMENT | {"HOME": folder},
-                start_new_session=True,
-                timeout=2 * seconds + SPARE_SECONDS,
-                check=False,
-            ).returncode
-        except subprocess.TimeoutExpired as error:
-            shutil.rmtree(folder, ignore_errors=True)
-            raise SandboxError(
-                f"the sandbox was still running {SPARE_SECONDS} s after its program's deadline"
-            ) from error
-        errors.seek(max(0, errors.seek(0, os.SEEK_END) - 2000))
-        said = errors.read().decode(errors="replace")
-        if status not in (OK, FAILED, LATE):
-            shutil.rmtree(folder, ignore_errors=True)
-            raise SandboxError(f"the sandbox failed on this machine (status {status}):\n{said}")
+            status = _launch_in(folder, program, stdin, seconds, output, errors)
+            errors.seek(max(0, errors.seek(0, os.SEEK_END) - 2000))
+            said = errors.read().decode(errors="replace")
+            if status not in (OK, FAILED, LATE):
+                raise SandboxError(f"the sandbox failed on this machine (status {status}):\n{said}")
+        except BaseException:
+            shutil.rmtree(folder, ignore_errors=True)  # otherwise, the launcher removes the folder
+            raise
         output.seek(0)
         return Ran(
             ok=status == OK,
@@ -110,6 +89,36 @@ def run_program(program: str, stdin: str = "", *, seconds: float) -> Ran:
             output=output.read().decode(errors="replace"),
             errors=said,
         )
+
+
+def _launch_in(
+    folder: str, program: str, stdin: str, seconds: float, output: IO[bytes], errors: IO[bytes]
+) -> int:
+    """Run a launcher in a folder and return its exit status."""
+    Path(folder, "program.py").write_text(program, encoding="utf-8", errors="replace")
+    uid = random.choice(confinement.UIDS)  # user id of the program if this process runs as root
+    try:
+        return subprocess.run(
+            [
+                sys.executable,
+                "-I",
+                "-S",
+                "-c",
+                f"{LAUNCH}; launch({seconds!r}, {uid}, {READABLE!r})",
+            ],
+            input=stdin.encode(errors="replace"),
+            stdout=output,
+            stderr=errors,
+            cwd=folder,
+            env=ENVIRONMENT | {"HOME": folder},
+            start_new_session=True,
+            timeout=2 * seconds + SPARE_SECONDS,
+            check=False,
+        ).returncode
+    except subprocess.TimeoutExpired as error:
+        raise SandboxError(
+            f"the sandbox was still running {SPARE_SECONDS} s after its program's deadline"
+        ) from error
 
 
 def missing_protection() -> list[str]:

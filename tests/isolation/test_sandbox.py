@@ -337,6 +337,16 @@ def test_broken_sandbox_raises_an_error_instead_of_failing_the_program(
         run_program("print(1)", seconds=SECONDS)
 
 
+def test_launcher_that_cannot_start_leaves_no_folder_behind(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    monkeypatch.setattr(sandbox.sys, "executable", "/no/such/interpreter")
+    with pytest.raises(OSError, match="interpreter"):
+        run_program("print(1)", seconds=SECONDS)
+    assert not list(tmp_path.iterdir())
+
+
 def test_sandbox_that_outlives_its_deadline_is_reported_as_late(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
