@@ -1,6 +1,5 @@
 """Runs a model's decoder on flat tokens, either as a packed row or as a right-padded block."""
 
-import sys
 from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
@@ -13,7 +12,7 @@ from openrlhf.algorithms.experts import load_balancing_loss
 from openrlhf.core.batches import Layout
 from openrlhf.models import packed_attention
 from openrlhf.models.head import OutputHead
-from openrlhf.models.loading import ModelError
+from openrlhf.models.loading import require_balanced_experts
 from openrlhf.models.ring_attention import RingRow
 from openrlhf.models.shared_prefixes import SharedPrefixes
 from openrlhf.ring import Ring
@@ -84,12 +83,6 @@ class Decoded:
         return replace(self, states=self.at(held), num_tokens=len(positions), places=places)
 
 
-def has_balanced_experts(hf: PreTrainedModel) -> bool:
-    """Return whether Transformers has a load-balancing loss for the model's experts."""
-    known = hasattr(sys.modules[type(hf).__module__], "load_balancing_loss_func")
-    return known and hasattr(hf.config.get_text_config(), "num_experts_per_tok")
-
-
 def _document_arguments(offsets: Tensor, attention: str) -> dict[str, Any]:
     """Return a packed row's document boundaries as arguments for the attention function in use."""
     lengths = offsets.diff()
@@ -121,12 +114,8 @@ class HeadedModel(nn.Module):
         self, hf: PreTrainedModel, head: OutputHead, *, packing: bool, balancing: bool
     ) -> None:
         super().__init__()
-        if balancing and not has_balanced_experts(hf):
-            raise ModelError(
-                f"{hf.name_or_path} ({hf.config.model_type}) has no experts with a known "
-                "load-balancing loss. Drop --actor.aux_loss_coef (in RL) or --model.aux_loss_coef "
-                "(elsewhere)"
-            )
+        if balancing:
+            require_balanced_experts(hf)
         self.hf = hf
         self.head = head
         self.packing = packing

@@ -1,6 +1,7 @@
 """Loads Transformers models with the dtype, attention and adapters from the flags."""
 
 import os
+import sys
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
@@ -121,6 +122,8 @@ def named_weights(model_class: Any, spec: LoadSpec, **more: Any) -> StoredWeight
     )
     if stored.notice:
         notice(stored.notice)
+    if spec.training and spec.training.aux_loss_coef:
+        require_balanced_experts(model)
     if spec.lora and spec.lora.rank:
         adapter_targets(model, spec.lora.target_modules, spec.path)
         unadapted = unadapted_experts(model, spec.path)
@@ -264,6 +267,22 @@ def reject_transformed_logits(architecture: PretrainedConfig) -> None:
                 f"(config.{name} = {value}); such models are not supported. Use an architecture "
                 "with a plain output layer (Llama, Qwen, Mistral, …)."
             )
+
+
+def has_balanced_experts(hf: PreTrainedModel) -> bool:
+    """Return whether Transformers has a load-balancing loss for the model's experts."""
+    known = hasattr(sys.modules[type(hf).__module__], "load_balancing_loss_func")
+    return known and hasattr(hf.config.get_text_config(), "num_experts_per_tok")
+
+
+def require_balanced_experts(hf: PreTrainedModel) -> None:
+    """Raise ModelError unless Transformers has a load-balancing loss for the model's experts."""
+    if not has_balanced_experts(hf):
+        raise ModelError(
+            f"{hf.name_or_path} ({hf.config.model_type}) has no experts with a known "
+            "load-balancing loss. Drop --actor.aux_loss_coef (in RL) or --model.aux_loss_coef "
+            "(elsewhere)"
+        )
 
 
 def reject_quantized(spec: LoadSpec) -> None:

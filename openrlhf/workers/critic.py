@@ -7,7 +7,7 @@ from torch import Tensor
 from openrlhf.algorithms.policy_losses import value_loss
 from openrlhf.algorithms.tensors import masked_sum
 from openrlhf.core.batches import Experience, Ragged
-from openrlhf.models.backbone import has_balanced_experts
+from openrlhf.models.loading import has_balanced_experts
 from openrlhf.models.scalar import ScalarModel, load_scalar, state_values
 from openrlhf.training.engine import Metrics
 from openrlhf.training.strategy import Strategy

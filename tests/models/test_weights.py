@@ -23,7 +23,7 @@ from transformers import AutoConfig, AutoModelForCausalLM
 from openrlhf.cli import main
 from openrlhf.config.evaluation import EvaluationConfig
 from openrlhf.config.options import parse_config
-from openrlhf.config.shared import DeepSpeedConfig, LoraConfig
+from openrlhf.config.shared import DeepSpeedConfig, LoraConfig, TrainedModelConfig
 from openrlhf.evaluation import batch_inference, chat, runs
 from openrlhf.launch import offline, start
 from openrlhf.models.loading import ModelError, check_causal_lm, explaining_failures, load_causal_lm
@@ -469,3 +469,16 @@ def test_quantized_model_is_rejected_with_the_method_and_what_works(
     check_causal_lm(spec)  # an engine may serve the model
     with pytest.raises(ModelError, match=expected):
         check_causal_lm(replace(spec, ds=DeepSpeedConfig()))
+
+
+@pytest.mark.parametrize(("kind", "balances"), [("llama", False), ("qwen3-moe", True)])
+def test_start_up_check_requires_experts_for_the_balancing_loss(
+    tmp_path: Path, kind: str, balances: bool
+) -> None:
+    training = TrainedModelConfig(aux_loss_coef=0.1)
+    spec = load_spec(save_tiny_model(tmp_path, kind), training=training)
+    if balances:
+        check_causal_lm(spec)
+        return
+    with pytest.raises(ModelError, match=r"--model\.aux_loss_coef"):
+        check_causal_lm(spec)
