@@ -10,19 +10,27 @@ import os
 import re
 import shlex
 import shutil
-import signal
 import subprocess
 import sys
-import time
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from safetensors.torch import load_file
+from transformers import AutoConfig
 
 from openrlhf.training.devices import free_port
-from tests.e2e.commands import column, launch, numbers, run, small_sft, steps_logged, write_rows
+from tests.e2e.commands import (
+    column,
+    kill_when,
+    launch,
+    numbers,
+    run,
+    small_sft,
+    steps_logged,
+    write_rows,
+)
 from tests.e2e.test_sft import task_rows
 from tests.goldens.record import launch_lines
 from tests.ranks import ROOT
@@ -110,11 +118,8 @@ def test_killed_run_resumes_exactly_and_its_export_equals_that_of_one_process(
 
     flags = sft_flags(workspace, killed, **layout)
     process = launch("train_sft", flags, launcher(ranks))
-    while steps_logged(killed) < 5:
-        assert process.poll() is None, process.communicate()
-        time.sleep(0.05)
-    os.killpg(process.pid, signal.SIGKILL)
-    process.wait()
+    kill_when(process, lambda: steps_logged(killed) >= 5)
+    process.communicate(timeout=60)  # the ranks have the pipes open until they end
     flags |= {"ckpt.load_enable": True}
     run("train_sft", flags, launcher=launcher(ranks))
     assert numbers(killed) == numbers(whole)
@@ -151,7 +156,10 @@ def published(tmp_path_factory: pytest.TempPathFactory) -> Path:
     sizes: dict[str, Any] = {**HEADS, "num_key_value_heads": 2, "max_position_embeddings": 1 << 17}
     for name in ("base", "sft"):
         save_tiny_model(folder / "models" / name, "llama", chat_template=template, **sizes)
-    save_reward_model(folder / "models/rm", folder / "models/sft")
+    reward_model = save_reward_model(folder / "models/rm", folder / "models/sft")
+    config = AutoConfig.from_pretrained(reward_model)
+    config.update({"mean": 0.5, "std": 2.0})  # for --reward.normalize_enable
+    config.save_pretrained(reward_model)
     turns = [{"role": "user", "content": "ab"}, {"role": "assistant", "content": "ba"}]
     other = [turns[0], {"role": "assistant", "content": "ab"}]
     rows = {
