@@ -41,7 +41,7 @@ from pathlib import Path
 from typing import Any
 
 from openrlhf.core.trajectory import Failure
-from openrlhf.isolation import confinement
+from openrlhf.isolation import confinement, sandbox
 from openrlhf.isolation.loading import load_function, plain
 
 # Maximum number of processes and threads of a user process and its descendants (fork bombs).
@@ -207,6 +207,7 @@ def main(socket_fd: int, memory_bytes: int, uid: int) -> None:
     """
     confinement.limit(resource.RLIMIT_CORE, 0)
     confinement.adopt_orphans()
+    owner = os.environ[sandbox.OWNER] = os.urandom(8).hex()
     if (child := os.fork()) == 0:
         os.setsid()  # signals that user code sends to its process group must not reach this process
         return run_user_code(socket.socket(fileno=socket_fd), memory_bytes, uid)
@@ -219,6 +220,7 @@ def main(socket_fd: int, memory_bytes: int, uid: int) -> None:
     for number in (signal.SIGTERM, DUMP_SIGNAL):
         signal.signal(number, signal.SIG_IGN)
     code = os.waitstatus_to_exitcode(confinement.end_all(child))
+    sandbox.remove_folders_of(owner)
     if code < 0:  # terminate with the same signal as the child
         with suppress(OSError):  # the handler of SIGKILL cannot be set and needs no reset
             signal.signal(-code, signal.SIG_DFL)

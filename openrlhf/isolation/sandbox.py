@@ -3,7 +3,8 @@
 A program runs in a temporary folder, without network access, with resource limits and a deadline.
 The program is the child of a launcher process that enforces the deadline and kills all remaining
 processes of the program. The launcher and the program have ended when `run_program` returns or, if
-the caller is killed, at the program's deadline. The program is restricted by `confinement`. This
+the caller is killed, at the program's deadline. If the caller is a user process, its programs are
+killed with it, and their folders are removed. The program is restricted by `confinement`. This
 module needs only the standard library.
 """
 
@@ -37,6 +38,8 @@ LAUNCH = (
     f"import sys; sys.path.insert(0, {str(Path(__file__).parents[2])!r}); "
     "from openrlhf.isolation.sandbox import launch"
 )
+PREFIX = "sandbox-"  # of the names of programs' folders
+OWNER = "OPENRLHF_SANDBOX_OWNER"  # environment variable that a user process appends to PREFIX
 ENVIRONMENT = {
     "PATH": "/usr/bin:/bin",
     "LANG": "C.UTF-8",
@@ -72,7 +75,7 @@ def run_program(program: str, stdin: str = "", *, seconds: float) -> Ran:
     if the program cannot be started.
     """
     with tempfile.TemporaryFile() as output, tempfile.TemporaryFile() as errors:
-        folder = tempfile.mkdtemp(prefix="sandbox-")
+        folder = tempfile.mkdtemp(prefix=PREFIX + os.environ.get(OWNER, ""))
         try:
             status = _launch_in(folder, program, stdin, seconds, output, errors)
             errors.seek(max(0, errors.seek(0, os.SEEK_END) - 2000))
@@ -196,6 +199,13 @@ def remove_folder(folder: str) -> None:
     command = 'chmod -R u+rwx "$0"; rm -rf "$0"'
     with suppress(OSError):  # no process can be started
         subprocess.Popen(["sh", "-c", command, folder], stderr=subprocess.DEVNULL)
+
+
+def remove_folders_of(owner: str) -> None:
+    """Remove the folders of programs whose launchers were killed together with their caller."""
+    with suppress(OSError):  # there is no usable temporary directory, e.g. on a full disk
+        for folder in Path(tempfile.gettempdir()).glob(f"{PREFIX}{owner}*"):
+            remove_folder(str(folder))
 
 
 def _confine(seconds: float, readable: list[str], unprotected: list[str]) -> None:

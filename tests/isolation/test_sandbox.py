@@ -17,7 +17,7 @@ from pathlib import Path
 import pytest
 
 from openrlhf.isolation import sandbox
-from openrlhf.isolation.pool import ProcessPool
+from openrlhf.isolation.pool import ProcessPool, UserCodeError
 from openrlhf.isolation.sandbox import Ran, SandboxError, missing_protection, run_program
 
 SECONDS = 5.0  # far longer than any of these programs needs
@@ -326,6 +326,25 @@ def test_sandbox_works_inside_a_confined_user_process(tmp_path: Path) -> None:
     )
     with closing(ProcessPool(1)) as pool:
         assert asyncio.run(pool.call(f"{file}:run", timeout=30)) == "nested [] True\n"
+
+
+def test_killed_user_process_leaves_no_folder_of_its_programs_behind(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    file = tmp_path / "slow.py"
+    file.write_text(
+        "from openrlhf.isolation.sandbox import run_program\n"
+        "def run():\n    run_program('import time; time.sleep(99)', seconds=40)\n"
+    )
+    folders = tmp_path / "folders"
+    folders.mkdir()
+    monkeypatch.setenv("TMPDIR", str(folders))
+    with closing(ProcessPool(1)) as pool, pytest.raises(UserCodeError, match="more than 3 s"):
+        asyncio.run(pool.call(f"{file}:run", timeout=3))
+    deadline = time.monotonic() + 30
+    while list(folders.glob("sandbox-*")) and time.monotonic() < deadline:
+        time.sleep(0.05)
+    assert not list(folders.glob("sandbox-*"))
 
 
 def test_broken_sandbox_raises_an_error_instead_of_failing_the_program(
