@@ -32,7 +32,7 @@ from openrlhf.config.unsupported import refusals
 from openrlhf.core.trajectory import Prompt
 from openrlhf.launch import settings
 from openrlhf.launch.start import plan_placement
-from openrlhf.models.loading import pretrained_options
+from openrlhf.models import loading
 from openrlhf.rewards.budget import ErrorBudget
 from openrlhf.rollout.engine_settings import engine_arguments
 from openrlhf.trainers import tasks
@@ -195,20 +195,26 @@ def deepspeed_of(config: Any) -> list[Any]:
     ]
 
 
+@pytest.fixture(autouse=True)
+def models_are_not_loaded(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Skip the check of the model's files, because the command lines name no existing model."""
+    monkeypatch.setattr(loading, "reject_quantized", lambda spec: None)
+
+
 def given_to_all(config: Any) -> Iterator[Any]:
     """Return the settings that every component of a run receives."""
     kind = "cuda" if machine.count_gpus() else "cpu"
     if isinstance(config, SupervisedConfig):
         yield optimizer_of(config)
         yield training_config(config.ds, max_norm=config.max_norm, ranks=2)
-        yield tasks.trained_spec(config), pretrained_options(tasks.load_spec(config))
+        yield tasks.trained_spec(config), loading.pretrained_options(tasks.load_spec(config))
         yield vars(CheckpointManager(config.ckpt, [""]))
     if isinstance(config, ChatConfig):
         yield settings.load_spec(config, "m"), config.csft.suffix
     if isinstance(config, EngineCommand | PPOConfig):
         assert isinstance(config, settings.SamplingCommand)
         yield settings.reward_settings(config)
-        yield pretrained_options(settings.load_spec(config, "m"))
+        yield loading.pretrained_options(settings.load_spec(config, "m"))
         yield inference_config(config.ds)
         yield [ErrorBudget(config.reward).max_error_rate, config.reward.fallback]
         if isinstance(config, BatchInferenceConfig):
