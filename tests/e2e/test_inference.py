@@ -224,7 +224,7 @@ def test_killed_command_resumes_without_losing_or_duplicating_rows(workspace: Pa
     assert 20 <= done < 300
     assert not (workspace / "killed.jsonl").exists()
     finished = run("batch_inference", line)
-    assert f"300 rows, {300 - done} to do" in finished.printed
+    assert f"300 rows, {300 - done} without a result" in finished.printed
     assert lines(workspace / "killed.jsonl") == lines(workspace / "whole.jsonl")
 
 
