@@ -27,6 +27,17 @@ def disk_of(folder: Path) -> Disk:
     return Disk(total=usage.total, free=usage.free)
 
 
+def file_system(folder: Path) -> str:
+    """Return the type of the file system that contains a folder, such as ext4 or tmpfs."""
+    device = folder.stat().st_dev
+    number = f"{os.major(device)}:{os.minor(device)}"
+    for line in Path("/proc/self/mountinfo").read_text().splitlines():
+        mount, _, description = line.partition(" - ")
+        if mount.split()[2] == number:
+            return description.split()[0]
+    return "unknown"
+
+
 def existing_part(folder: Path) -> Path:
     """Return the absolute path of a folder, or of its nearest parent that exists."""
     existing = folder.absolute()

@@ -30,6 +30,7 @@ TRAINING_FLAGS = (
     "ds.grad_accum_dtype",
     "ds.overlap_comm",
     "ds.adam_offload",
+    "ds.nvme_path",
     "ds.param_offload",
     "ds.zpg",
     "ds.use_universal_ckpt",

@@ -150,7 +150,13 @@ class RLDeepSpeedConfig(shared.LMDeepSpeedConfig):
     @property
     def sleeps(self) -> bool:
         """True if the training state is kept in CPU memory between updates."""
-        return self.enable_sleep and not self.adam_offload
+        return self.enable_sleep and not self.offloads_optimizer
+
+    def unused(self) -> Iterator[Unused]:
+        """Yield the flags that have no effect with the current settings."""
+        yield from super().unused()
+        if self.nvme_path:
+            yield Unused(["enable_sleep"], "with --nvme_path")
 
 
 class RLDataConfig(PromptConfig, shared.DataConfig):

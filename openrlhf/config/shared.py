@@ -206,16 +206,16 @@ class DeepSpeedConfig(LoadingConfig):
         "stage 3), such as those of a node; 1: no copy.",
     )
     adam_offload: bool = switch(
-        "Keep the optimizer state in CPU memory and run the optimizer on the CPU."
+        "Keep the optimizer state in CPU memory and run the optimizer on the CPU.",
+        unless="nvme_path",
     )
     param_offload: str = option(
         "none", "Where ZeRO 3 stores parameters between uses.", choices=("none", "cpu", "nvme")
     )
     nvme_path: str | None = unset(
-        "NVMe folder for offloaded state.",
+        "Keep the optimizer state of ZeRO 3, and parameters with --ds.param_offload nvme, in "
+        "temporary files in this folder on an NVMe drive, and run the optimizer on the CPU.",
         holds="place",
-        not_yet="use --ds.adam_offload, because DeepSpeed does not restore optimizer state on NVMe "
-        "from a checkpoint (docs/devices.md)",
     )
     use_universal_ckpt: bool = switch(
         "Resume with a different number of processes or --ds.tensor_parallel_size, or switch "
@@ -237,6 +237,11 @@ class DeepSpeedConfig(LoadingConfig):
         1, "No effect: a ring sends all heads at once.", obsolete=True
     )
     lora: LoraConfig = LoraConfig()
+
+    @property
+    def offloads_optimizer(self) -> bool:
+        """True if the optimizer runs on the CPU, with its state in CPU memory or on a drive."""
+        return self.adam_offload or self.nvme_path is not None
 
     @property
     def sleeps(self) -> bool:

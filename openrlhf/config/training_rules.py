@@ -35,10 +35,12 @@ def weight_violations(ds: DeepSpeedConfig) -> Iterator[str]:
         yield "<ds.adam_offload> needs --ds.zero_stage 1, 2 or 3."
     if ds.param_offload != "none" and ds.zero_stage != 3:
         yield "<ds.param_offload> needs --ds.zero_stage 3."
-    if ds.param_offload == "nvme":
+    if ds.param_offload == "nvme" and ds.nvme_path is None:
+        yield "<ds.param_offload> needs --ds.nvme_path, a folder on an NVMe drive."
+    if ds.nvme_path is not None and ds.zero_stage != 3:
         yield (
-            "<ds.param_offload> is not available yet: DeepSpeed trains with weights on NVMe, but "
-            "cannot resume such a run from a checkpoint (docs/devices.md). Use cpu."
+            "<ds.nvme_path> needs --ds.zero_stage 3. With ZeRO 1 or 2, use --ds.adam_offload, "
+            "which keeps the optimizer state in CPU memory."
         )
 
 

@@ -31,7 +31,7 @@ from openrlhf.data.tokenizer import get_tokenizer, require_vocabulary
 from openrlhf.data.trained_format import kept_format, prompts_in, with_trained_format
 from openrlhf.launch.beginning import initial_state, record_plan
 from openrlhf.launch.identity import offline_identity
-from openrlhf.launch.planning import memory_findings, plan_lines, plan_of_run
+from openrlhf.launch.planning import drive_findings, memory_findings, plan_lines, plan_of_run
 from openrlhf.launch.precompute import with_reference
 from openrlhf.launch.run_length import check_steps
 from openrlhf.locks import check_unlocked
@@ -202,7 +202,11 @@ def make_plan(
     steps_per_epoch, unused = divmod(len(rows), size)  # an incomplete last batch is dropped
     steps = steps_per_epoch * config.train.max_epochs
     memory = plan_of_run(config)
-    report(*check_steps(steps, config, fix=MORE_STEPS), *memory_findings(config, memory))
+    report(
+        *check_steps(steps, config, fix=MORE_STEPS),
+        *memory_findings(config, memory),
+        *drive_findings(config.ds, memory),
+    )
     summary = (
         f"{rows.summary} {steps} optimizer step(s) of {size} rows; {unused} row(s) unused per "
         "epoch."

@@ -3,13 +3,18 @@
 This module imports no heavy library.
 """
 
+import os
 from collections.abc import Iterator
 from dataclasses import replace
+from pathlib import Path
+from tempfile import TemporaryFile
 from typing import Any
 
 from openrlhf.checks import Finding
 from openrlhf.config import machine
+from openrlhf.config.shared import DeepSpeedConfig
 from openrlhf.config.supervised import SupervisedConfig
+from openrlhf.files import disk_of, existing_part, file_system
 from openrlhf.planning import advice, table
 from openrlhf.planning.cluster import Cluster, parse_cluster
 from openrlhf.planning.plan import Plan, make_plan
@@ -67,6 +72,36 @@ def memory_findings(config: Any, plan: Plan | None) -> list[Finding]:
         return []
     fix = " ".join(advised(config, advice.nearest_fit(config, plan.cluster, thorough=False)))
     return [Finding(table.summary(plan), fix, fails=not plan.holds_weights)]
+
+
+def drive_findings(ds: DeepSpeedConfig, plan: Plan | None) -> list[Finding]:
+    """Check that the folder for offloaded state is writable, on a drive, and large enough."""
+    if ds.nvme_path is None:
+        return []
+    flag = f"--ds.nvme_path {ds.nvme_path}"
+    folder = existing_part(Path(ds.nvme_path))
+    other = "Use a folder on an NVMe drive of this machine."
+    try:
+        with TemporaryFile(dir=folder) as file:
+            os.posix_fallocate(file.fileno(), 0, 1)
+    except OSError as error:
+        return [Finding(f"{flag}: no file can be created there ({error}).", other, fails=True)]
+    kind = file_system(folder)
+    if kind in ("tmpfs", "ramfs"):
+        seen = f"{flag} is in memory ({kind}), so offloading to it frees no memory."
+        return [Finding(seen, f"{other} Or use --ds.adam_offload instead.", fails=True)]
+    needed = 0
+    if plan:
+        needed = sum(pool.drive_bytes for pool in plan.pools)
+    free = disk_of(folder).free
+    if needed <= free:
+        return []
+    seen = (
+        f"{flag} has {gib(free)} of free space, but the offloaded state takes {gib(needed)} per "
+        "machine: 20 bytes per trained weight with Adam, and the weights with --ds.param_offload "
+        "nvme."
+    )
+    return [Finding(seen, "Free some space, or use a larger drive or more machines.", fails=True)]
 
 
 def advised(config: Any, nearest: advice.Advice | None) -> Iterator[str]:

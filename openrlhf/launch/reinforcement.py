@@ -19,7 +19,7 @@ from openrlhf.launch.agents import check_agents
 from openrlhf.launch.beginning import initial_state
 from openrlhf.launch.identity import rl_identity
 from openrlhf.launch.pass_sizes import check_pass_sizes
-from openrlhf.launch.planning import memory_findings, plan_lines, plan_of_run
+from openrlhf.launch.planning import drive_findings, memory_findings, plan_lines, plan_of_run
 from openrlhf.launch.processes import Processes
 from openrlhf.launch.prompt_data import PromptData, load_prompts
 from openrlhf.launch.replay import replay_folder, start_of_episodes
@@ -72,6 +72,8 @@ def prepare(config: PPOConfig, processes: Processes) -> Run | None:
     )
     memory = plan_of_run(config, config.placement.cluster)
     found = check_parts(config, data, on_gpus=processes.plan.on_gpus)
+    if config.placement.cluster is None:  # otherwise, the run is for other machines
+        found += drive_findings(config.ds, memory)
     report(*found, *memory_findings(config, memory))
     start = initial_state(
         config,

@@ -147,7 +147,7 @@ def _changes(config: Any, cluster: Cluster) -> Iterator[Change]:
     if ds.zero_stage < 3 and ranks > 1:
         stages = range(max(1, ds.zero_stage) + 1, 4)
         yield [{"ds.zero_stage": stage} for stage in stages]
-    if cluster.on_gpus and not ds.adam_offload:
+    if cluster.on_gpus and not ds.offloads_optimizer:
         values: dict[str, Any] = {"ds.adam_offload": True}
         if ds.zero_stage == 0:
             values["ds.zero_stage"] = 2
@@ -190,7 +190,7 @@ def _engine_changes(config: Any, cluster: Cluster) -> Iterator[Change]:
     if config.hybrid:
         if not vllm.enable_sleep:
             yield [{"vllm.enable_sleep": True}]
-        if not ds.enable_sleep and not ds.adam_offload:
+        if not ds.enable_sleep and not ds.offloads_optimizer:
             yield [{"ds.enable_sleep": True, "ds.zero_stage": max(2, ds.zero_stage)}]
     yield [{ENGINE_SHARE: min(ENGINE_SHARES)}]  # `Search.trial` tries all shares
     devices = vllm.num_engines * vllm.devices

@@ -469,9 +469,12 @@ def predict_host(role: ModelRole, constants: Constants) -> dict[Instant, Usage]:
     For ranks on GPUs, the machine must provide this memory in addition to the GPU memory.
     """
     memory = RoleMemory(role, constants)
-    state = memory.gradients.host
+    created = memory.gradients.host
+    state = created
     if role.adam_offload:
         state += memory.optimizer_bytes
+    if role.optimizer_on_drive:
+        created, state = 0, 0
     if role.ema:
         # Under ZeRO 3, each rank averages its own part; otherwise, rank 0 averages all weights.
         # On GPUs, `machine_bytes` adds the average once.
@@ -481,10 +484,12 @@ def predict_host(role: ModelRole, constants: Constants) -> dict[Instant, Usage]:
             state += 4 * memory.trained
     kept = Usage(optimizer=state)
     if role.param_offload:
-        kept += Usage(weights=memory.weight_bytes + memory.second_copy_bytes)
+        kept += Usage(weights=memory.second_copy_bytes)
+    if role.param_offload and not role.weights_on_drive:
+        kept += Usage(weights=memory.weight_bytes)
     usage = dict.fromkeys(Instant, kept)
     # The first step creates the gradients of an offloaded optimizer.
-    usage[Instant.LOAD] += Usage(optimizer=-memory.gradients.host)
+    usage[Instant.LOAD] += Usage(optimizer=-created)
     if role.checkpoint_offload and role.training:
         inputs = Usage(activations=input_bytes(role, role.training))
         usage[Instant.FORWARD] += inputs
@@ -494,6 +499,17 @@ def predict_host(role: ModelRole, constants: Constants) -> dict[Instant, Usage]:
     asleep = kept + Usage(optimizer=memory.optimizer_bytes, gradients=memory.gradients.idle)
     awake = (Instant.LOAD, Instant.FORWARD, Instant.BACKWARD, Instant.STEP)
     return {instant: usage[instant] if instant in awake else asleep for instant in Instant}
+
+
+def drive_bytes(role: ModelRole, constants: Constants) -> int:
+    """Return the size of a role's state on the drive of one rank (--ds.nvme_path), in bytes."""
+    memory = RoleMemory(role, constants)
+    size = 0
+    if role.optimizer_on_drive:
+        size += memory.gradients.host + memory.optimizer_bytes
+    if role.weights_on_drive:
+        size += memory.weight_bytes
+    return size
 
 
 def machine_bytes(role: ModelRole, constants: Constants, ranks: int) -> int:

@@ -10,7 +10,7 @@ from openrlhf.config.supervised import SupervisedConfig
 from openrlhf.planning.cluster import Cluster
 from openrlhf.planning.constants import CPU, CUDA, Constants
 from openrlhf.planning.engines import predict_engine, smallest_engine
-from openrlhf.planning.memory import machine_bytes, predict_role
+from openrlhf.planning.memory import drive_bytes, machine_bytes, predict_role
 from openrlhf.planning.offline_roles import offline_roles
 from openrlhf.planning.roles import Hosts
 from openrlhf.planning.usage import Instant, Usage, gib
@@ -67,6 +67,7 @@ class Pool:
     constants: Constants
     problems: tuple[str, ...] = ()  # reasons why the run cannot start, regardless of the total
     host_bytes: int = 0  # CPU memory per machine, for offloaded state
+    drive_bytes: int = 0  # space on the drive of each machine, for offloaded state
 
     def at(self, instant: Instant) -> dict[str, Usage]:
         """Return the memory of each model and of the framework, by name."""
@@ -173,7 +174,8 @@ def make_plan(config: Any, cluster: Cluster) -> Plan:
         processes: list[Process] = []
         for group in groups:
             processes += _processes(group, cluster, constants)
-        pools = [_pool(processes, cluster, constants)]
+        on_drive = sum(_drive_bytes(group, group.processes, constants) for group in groups)
+        pools = [replace(_pool(processes, cluster, constants), drive_bytes=on_drive)]
     devices = sum(group.devices for group in groups)
     return Plan(cluster=cluster, constants=constants, pools=tuple(pools), devices=devices)
 
@@ -242,4 +244,10 @@ def _device_pool(group: Hosts, cluster: Cluster, constants: Constants) -> Pool:
         count=group.devices,
         problems=tuple(problems),
         host_bytes=host,
+        drive_bytes=_drive_bytes(group, on_machine, constants),
     )
+
+
+def _drive_bytes(group: Hosts, processes: int, constants: Constants) -> int:
+    """Return the size of the state that a group's processes on one machine keep on its drive."""
+    return processes * sum(drive_bytes(role, constants) for role in group.roles)

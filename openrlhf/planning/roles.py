@@ -38,6 +38,9 @@ class ModelRole:
     grad_accum_dtype: str = "fp32"
     adam_offload: bool = False
     param_offload: bool = False  # True if weights are in CPU memory between uses
+    # True if the optimizer's state, or the weights, are on a drive instead of in CPU memory.
+    optimizer_on_drive: bool = False
+    weights_on_drive: bool = False
     sleeps: bool = False  # True if the training state is in CPU memory between updates
     lora_rank: int = 0
     lora_modules: tuple[str, ...] = ("all-linear",)

@@ -61,6 +61,8 @@ def _block(pool: Pool, unit: int, *, on_gpus: bool) -> Iterator[str]:
     yield _verdict(pool)
     if pool.host_bytes:
         yield f"CPU memory for offloaded state: {gib(pool.host_bytes)} per machine."
+    if pool.drive_bytes:
+        yield f"Space on the drive (--ds.nvme_path): {gib(pool.drive_bytes)} per machine."
 
 
 def _verdict(pool: Pool) -> str:
@@ -106,6 +108,7 @@ def as_json(plan: Plan) -> dict[str, Any]:
                 "fits": pool.fits,
                 "problems": list(pool.problems),
                 "cpu_bytes_per_machine": pool.host_bytes,
+                "drive_bytes_per_machine": pool.drive_bytes,
                 "instants": instants,
             }
         )

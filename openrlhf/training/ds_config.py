@@ -15,10 +15,11 @@ def training_config(ds: DeepSpeedConfig, *, max_norm: float, ranks: int) -> dict
     zero = _zero_config(ds, ds.trained_stage(ranks))
     if ds.zpg > 1:
         zero["zero_hpz_partition_size"] = ds.zpg
-    if ds.adam_offload:
-        zero["offload_optimizer"] = {"device": "cpu"}
-    if ds.param_offload == "cpu":
-        zero["offload_param"] = {"device": "cpu"}
+    # For DeepSpeed, state on a drive is in CPU memory: see the module `drive`.
+    if ds.offloads_optimizer:
+        zero["offload_optimizer"] = {"device": "cpu", "pin_memory": ds.nvme_path is None}
+    if ds.param_offload != "none":
+        zero["offload_param"] = {"device": "cpu", "pin_memory": ds.param_offload == "cpu"}
     return _common_config(ds) | {
         "managed_gradient_accumulation": False,
         "zero_force_ds_cpu_optimizer": False,

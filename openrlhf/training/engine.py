@@ -24,6 +24,7 @@ from openrlhf.config.optimizer import OptimizerConfig
 from openrlhf.observability.metrics import Metric, merge_all
 from openrlhf.training import devices, ds_config
 from openrlhf.training.averaging import WeightAverage, rank_file
+from openrlhf.training.drive import StateOnDrive
 from openrlhf.training.masters import ChangedWeights, restore_masters, round_new_weights
 from openrlhf.training.muon import Muon
 from openrlhf.training.nonfinite import LossTerm, NonFiniteError, describe_cause, watched_gradients
@@ -70,7 +71,11 @@ class TrainEngine:
         ds = strategy.config
         ranks = strategy.layout.world_size
         config = ds_config.training_config(ds, max_norm=optimizer.max_norm, ranks=ranks)
-        with strategy.loading(config):
+        self._drive: StateOnDrive | None = None  # None if all state is in memory
+        if ds.nvme_path:
+            self._drive = StateOnDrive(ds.nvme_path, has_weights=ds.param_offload == "nvme")
+        on_drive = self._drive or nullcontext()
+        with on_drive, strategy.loading(config):
             module = strategy.share_sequences(load())
             # Transformers loads models in evaluation mode.
             # Evaluation mode disables dropout and gradient checkpointing.
@@ -79,13 +84,14 @@ class TrainEngine:
         unrounded: dict[str, Tensor] = {}
         if is_rounded:
             unrounded = round_new_weights(module)
-        wrapped = make_optimizer(module, optimizer, offload=ds.adam_offload)
-        engine = initialize(
-            config,
-            module,
-            optimizer=wrapped,
-            lr_scheduler=lambda scheduled: make_schedule(scheduled, optimizer, total_steps),
-        )
+        wrapped = make_optimizer(module, optimizer, offload=ds.offloads_optimizer)
+        with on_drive:
+            engine = initialize(
+                config,
+                module,
+                optimizer=wrapped,
+                lr_scheduler=lambda scheduled: make_schedule(scheduled, optimizer, total_steps),
+            )
         if isinstance(wrapped, Muon):
             wrapped.attach(engine.optimizer, strategy.device)
         self.changes: ChangedWeights | None = None  # None if weights are not rounded
@@ -288,7 +294,9 @@ class TrainEngine:
     def _apply_gradients(self) -> float:
         """Apply the gradients if their norm is finite. Return the norm before clipping."""
         if self._has_zero_optimizer:
-            self.deepspeed.step()  # DeepSpeed skips the step if the gradient norm is not finite
+            with self._drive or nullcontext():  # the first step creates the moments
+                # DeepSpeed skips the step if the gradient norm is not finite.
+                self.deepspeed.step()
             if getattr(self.deepspeed.optimizer, "overflow", False):
                 return math.inf
             norm = self.deepspeed.get_global_grad_norm()
@@ -348,7 +356,10 @@ class TrainEngine:
         )
         self.deepspeed._config.load_universal_checkpoint = converts
         source = converted(self.strategy, directory, tag) if converts else nullcontext(directory)
-        with self.awake(), source as readable:
+        on_drive = nullcontext()
+        if self._drive:
+            on_drive = self._drive.reading(self.deepspeed.optimizer.optimizer)
+        with self.awake(), source as readable, on_drive:
             path, skipped = self.deepspeed.load_checkpoint(
                 readable, tag=tag, load_module_strict=not self.partial
             )

@@ -11,7 +11,16 @@ from openrlhf.checks import CheckError, report
 from openrlhf.cli import plan as plan_program
 from openrlhf.config import machine
 from openrlhf.config.flags import amend
-from openrlhf.launch.planning import memory_findings, plan_lines, plan_of_run, this_machine
+from openrlhf.config.shared import DeepSpeedConfig
+from openrlhf.files import Disk
+from openrlhf.launch import planning
+from openrlhf.launch.planning import (
+    drive_findings,
+    memory_findings,
+    plan_lines,
+    plan_of_run,
+    this_machine,
+)
 from openrlhf.planning.cluster import Cluster
 from openrlhf.planning.plan import make_plan
 from openrlhf.planning.usage import Instant
@@ -207,3 +216,42 @@ def test_run_whose_weights_do_not_fit_is_refused(paths: dict[str, str]) -> None:
 def test_run_that_fits_produces_no_findings(paths: dict[str, str]) -> None:
     config = amend(sft(), {"model.model_name_or_path": paths["llama2-7b"]})
     assert memory_findings(config, make_plan(config, machine_with(1 << 30))) == []
+
+
+def on_drive(folder: Path) -> DeepSpeedConfig:
+    return DeepSpeedConfig(zero_stage=3, nvme_path=str(folder))
+
+
+def test_drive_with_enough_space_produces_no_findings(tmp_path: Path) -> None:
+    assert drive_findings(DeepSpeedConfig(), None) == []
+    assert drive_findings(on_drive(tmp_path / "new"), None) == []
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_drive_with_too_little_space_is_refused_with_both_sizes(
+    tmp_path: Path, paths: dict[str, str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    flags = f"--ds.zero_stage 3 --ds.nvme_path {tmp_path}"
+    config = amend(sft(flags), {"model.model_name_or_path": paths["llama2-7b"]})
+    plan = make_plan(config, Cluster(device_bytes=80 << 30, per_node=8))
+    [pool] = plan.pools
+    monkeypatch.setattr(planning, "disk_of", lambda folder: Disk(1 << 50, pool.drive_bytes - 1))
+    [finding] = drive_findings(config.ds, plan)
+    assert finding.fails
+    assert finding.seen.startswith(f"--ds.nvme_path {tmp_path} has 126 GiB of free space")
+    monkeypatch.setattr(planning, "disk_of", lambda folder: Disk(1 << 50, pool.drive_bytes))
+    assert drive_findings(config.ds, plan) == []
+
+
+def test_folder_in_memory_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(planning, "file_system", lambda folder: "tmpfs")
+    [finding] = drive_findings(on_drive(tmp_path), None)
+    assert finding.fails
+    assert "--ds.adam_offload" in finding.fix
+
+
+def test_folder_in_which_no_file_can_be_created_is_refused(tmp_path: Path) -> None:
+    (tmp_path / "file").touch()
+    [finding] = drive_findings(on_drive(tmp_path / "file" / "folder"), None)
+    assert finding.fails
+    assert f"--ds.nvme_path {tmp_path}/file/folder" in finding.seen

@@ -166,6 +166,16 @@ def test_average_of_all_weights_takes_four_bytes_per_parameter_on_every_machine(
         assert (averaged - without) / 6.738e9 == pytest.approx(4, rel=0.001)
 
 
+def test_drive_holds_twenty_bytes_per_weight_divided_over_the_machines(plan: MakePlan) -> None:
+    line = "sft --model.model_name_or_path {llama2-7b} --ds.zero_stage 3 --ds.nvme_path drive"
+    for cluster, machines in (("8xA100-80GB", 1), ("2x8xA100-80GB", 2)):
+        [pool] = plan(line, cluster).pools
+        assert pool.host_bytes == 0
+        assert pool.drive_bytes * machines / 6.738e9 == pytest.approx(20, rel=0.001)
+    [pool] = plan(f"{line} --ds.param_offload nvme", "cpu-64GB").pools
+    assert pool.drive_bytes / 6.738e9 == pytest.approx(22, rel=0.01)
+
+
 def test_cpu_plan_has_a_process_for_each_rank_that_shares_a_sequence(plan: MakePlan) -> None:
     line = "sft --model.model_name_or_path {llama2-7b} --ds.packing_samples"
     for flag in ("--ds.tensor_parallel_size 2", "--ds.ring_attn_size 2"):

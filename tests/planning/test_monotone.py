@@ -8,7 +8,7 @@ from itertools import pairwise
 import pytest
 
 from openrlhf.planning.constants import CPU, CUDA, Constants
-from openrlhf.planning.memory import predict_host, predict_role
+from openrlhf.planning.memory import drive_bytes, predict_host, predict_role
 from openrlhf.planning.roles import ModelRole, Pass
 from openrlhf.planning.shapes import shape_from_config
 from openrlhf.planning.usage import Instant, Usage
@@ -104,6 +104,22 @@ def test_offload_moves_the_optimizer_state_to_cpu_memory() -> None:
     assert device.optimizer < predict_role(ROLE, CUDA)[Instant.STEP].optimizer / 100
     # master weights, two moments, and two buffers of gradients
     assert host.optimizer == pytest.approx(20 * SHAPE.parameters / 8, rel=0.01)
+
+
+def test_drive_holds_what_offload_would_keep_in_cpu_memory() -> None:
+    in_memory = replace(ROLE, zero_stage=3, adam_offload=True, param_offload=True)
+    optimizer = replace(in_memory, optimizer_on_drive=True)
+    both = replace(optimizer, weights_on_drive=True)
+    for role in (optimizer, both):
+        assert predict_role(role, CUDA) == predict_role(in_memory, CUDA)
+        for instant, usage in predict_host(role, CUDA).items():
+            before = predict_host(in_memory, CUDA)[instant]
+            assert usage.optimizer == 0
+            assert usage.weights == (before.weights if role is optimizer else 0)
+    held = predict_host(in_memory, CUDA)[Instant.STEP]
+    assert drive_bytes(in_memory, CUDA) == 0
+    assert drive_bytes(optimizer, CUDA) == held.optimizer
+    assert drive_bytes(both, CUDA) == held.optimizer + held.weights
 
 
 def test_sleep_moves_the_training_state_between_updates() -> None:

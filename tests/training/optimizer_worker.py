@@ -17,6 +17,7 @@ from openrlhf.config.learning import RLDeepSpeedConfig, RLLoraConfig
 from openrlhf.config.optimizer import AdamConfig, MuonConfig, OptimizerConfig
 from openrlhf.core.batches import TokenRows
 from openrlhf.models.policy import PolicyModel
+from openrlhf.training import drive
 from openrlhf.training.averaging import WeightAverage
 from openrlhf.training.engine import TrainEngine
 from openrlhf.training.layout import RankLayout
@@ -55,6 +56,8 @@ class Case:
     dtype: str = "fp32"
     max_norm: float = 0.0
     offload: bool = False
+    nvme: str = "none"  # optimizer, or all to also offload the weights
+    param_offload: bool = False  # to CPU memory
     sleep: bool = False
     lora: int = 0  # rank of the adapters
     optim: str = "muon"
@@ -65,12 +68,19 @@ class Case:
 
 def run(case: Case, folder: Path) -> list[dict[str, Tensor]]:
     """Return the weights before the first step and after each step, and their average."""
+    where = "none"
+    if case.nvme == "all":
+        where = "nvme"
+    elif case.param_offload:
+        where = "cpu"
     ds = RLDeepSpeedConfig(
         zero_stage=case.zero,
         param_dtype=case.dtype,
         packing_samples=True,
         attn_implementation="sdpa",
         adam_offload=case.offload,
+        nvme_path=None if case.nvme == "none" else str(folder / "drive"),
+        param_offload=where,
         enable_sleep=case.sleep,
         zpg=case.zpg,
         ring_attn_size=case.sp,
@@ -91,10 +101,32 @@ def run(case: Case, folder: Path) -> list[dict[str, Tensor]]:
             engine.load(str(place), "saved")
         with engine.awake():
             take_step(engine, strategy, step)
+        if case.nvme != "none":
+            check_state_on_drive(engine, with_weights=case.nvme == "all")
         weights.append(weights_of(engine))
     with engine.awake(), engine.averaged():
         weights.append(weights_of(engine))
     return weights
+
+
+def check_state_on_drive(engine: TrainEngine, *, with_weights: bool) -> None:
+    """Check that all large tensors of the optimizer, and of the weights if asked, are in files."""
+    optimizer = engine.deepspeed.optimizer
+    tensors: list[Tensor] = []
+    for master in optimizer.fp32_partitioned_groups_flat:
+        tensors += [master.data, master.grad]
+    for state in optimizer.optimizer.state.values():
+        tensors += [value for value in state.values() if isinstance(value, Tensor)]
+    large = [tensor for tensor in tensors if drive.is_large(tensor)]
+    assert len(large) >= 4, [tensor.shape for tensor in tensors]
+    shards: list[Tensor] = []
+    for parameter in engine.module.parameters():
+        shard: Any = parameter
+        if not shard.ds_persist:
+            shards.append(shard.ds_tensor)
+    assert all(map(drive.is_on_drive, large)), [drive.is_on_drive(tensor) for tensor in large]
+    assert shards
+    assert all(drive.is_on_drive(shard) == with_weights for shard in shards)
 
 
 def new_engine(case: Case, strategy: Strategy, folder: Path) -> TrainEngine:
@@ -134,6 +166,7 @@ def take_step(engine: TrainEngine, strategy: Strategy, step: int) -> None:
 def run_cases(cases: list[Case], folder: Path, out: Path) -> None:
     """Run the cases as one rank, and save the weights of all cases."""
     torch.set_num_threads(1)
+    drive.MIN_BYTES = 256  # the models are tiny
     results = {case: run(case, folder) for case in cases}
     if os.environ["RANK"] == "0":
         torch.save(results, out)
