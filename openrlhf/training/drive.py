@@ -65,7 +65,7 @@ class StateOnDrive(TorchFunctionMode):
             with NamedTemporaryFile(dir=self.folder, prefix=".openrlhf-") as file:
                 # Reserve the space, because a write to a full drive would kill the process.
                 os.posix_fallocate(file.fileno(), 0, size_bytes)
-                storage = torch.UntypedStorage.from_file(file.name, True, size_bytes)
+                storage: Any = torch.UntypedStorage.from_file(file.name, True, size_bytes)
         except (OSError, RuntimeError) as error:
             free = disk_of(self.folder).free
             raise UserError(
@@ -85,7 +85,8 @@ class StateOnDrive(TorchFunctionMode):
 
         Checkpoints are mapped into memory, because they may be larger than CPU memory.
         """
-        with self, serialization.patch({"load.mmap": True}):
+        settings: Any = serialization
+        with self, settings.patch({"load.mmap": True}):
             yield
         for state in optimizer.state.values():
             for name, value in state.items():
