@@ -28,7 +28,7 @@ from openrlhf.training.drive import StateOnDrive
 from openrlhf.training.masters import ChangedWeights, restore_masters, round_new_weights
 from openrlhf.training.muon import Muon
 from openrlhf.training.nonfinite import LossTerm, NonFiniteError, describe_cause, watched_gradients
-from openrlhf.training.optimizers import MovableState, make_optimizer, make_schedule
+from openrlhf.training.optimizers import MovableState, make_optimizer, make_schedule, repeat_steps
 from openrlhf.training.quiet_deepspeed import OffloadStateTypeEnum
 from openrlhf.training.random_state import random_state, restore_random_state
 from openrlhf.training.strategy import Strategy, initialize
@@ -370,6 +370,7 @@ class TrainEngine:
             for state in self.deepspeed.optimizer.state.values():
                 state["step"] = state["step"].clone()
         self._restore_settings(settings)
+        repeat_steps(getattr(self.deepspeed.optimizer, "optimizer", None))
         self.nonfinite_steps = skipped.get("nonfinite_steps", 0)
         self.nonfinite_in_a_row = skipped.get("nonfinite_in_a_row", 0)
         file = rank_file(self.strategy, directory, tag, "random_state")

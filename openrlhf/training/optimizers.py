@@ -70,6 +70,23 @@ def adamw_in_cpu_memory(groups: list[dict[str, Any]], settings: OptimizerConfig)
         return adamw(groups, settings)
 
 
+def repeat_steps(optimizer: Any) -> None:
+    """Bring DeepSpeed's AdamW for CPUs, whose state has been read, to the step of that state.
+
+    The operator multiplies β₁ᵗ and β₂ᵗ up step by step. For a step other than the next one, it
+    computes them with `pow`, which rounds differently, and a resumed run would have other weights.
+    The earlier steps are therefore repeated on an unused weight. Does nothing for other optimizers.
+    """
+    if not hasattr(optimizer, "ds_opt_adam"):
+        return
+    steps = max((int(state["step"]) for state in optimizer.state.values()), default=0)
+    group = optimizer.param_groups[0]
+    numbers = (0.0, *group["betas"], group["eps"], 0.0, True)
+    unused = [torch.zeros(1) for _ in range(4)]  # weight, gradient, moments
+    for step in range(1, steps + 1):
+        optimizer.ds_opt_adam.adam_update(optimizer.opt_id, step, *numbers, *unused)
+
+
 @OPTIMIZERS.register("muon")
 def muon(groups: list[dict[str, Any]], settings: OptimizerConfig) -> Optimizer:
     """Return an optimizer with Muon for matrices and AdamW for all other parameters."""

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import copy
+
 import pytest
 import torch
 from bitsandbytes.optim.adamw import AdamW8bit
@@ -10,7 +12,13 @@ from transformers import get_scheduler
 
 from openrlhf.config.optimizer import SCHEDULERS, AdamConfig, MuonConfig, OptimizerConfig
 from openrlhf.training.adam_8bit import Adam8bit
-from openrlhf.training.optimizers import OPTIMIZERS, MovableState, make_optimizer, make_schedule
+from openrlhf.training.optimizers import (
+    OPTIMIZERS,
+    MovableState,
+    make_optimizer,
+    make_schedule,
+    repeat_steps,
+)
 
 ADAM = AdamConfig(lr=0.5, betas=(0.8, 0.9), eps=1e-3, weight_decay=0.1)
 
@@ -169,3 +177,28 @@ def test_run_with_a_single_step_has_a_positive_learning_rate(name: str) -> None:
     settings = OptimizerConfig(lr_scheduler=name, adam=ADAM)
     optimizer = make_optimizer(model(), settings)
     assert min(make_schedule(optimizer, settings, 1).get_last_lr()) > 0
+
+
+@pytest.mark.parametrize("steps", [0, 1, 2, 6, 20])
+def test_adam_on_the_cpu_resumes_bit_for_bit(steps: int) -> None:
+    def take_step(layer: nn.Module, optimizer: torch.optim.Optimizer, number: int) -> None:
+        generator = torch.Generator().manual_seed(number)
+        for parameter in layer.parameters():
+            parameter.grad = torch.randn(parameter.shape, generator=generator)
+        optimizer.step()
+
+    torch.manual_seed(0)
+    running = nn.Linear(100, 100)
+    settings = OptimizerConfig(adam=AdamConfig(lr=1e-3, betas=(0.9, 0.95)))
+    optimizer = make_optimizer(running, settings, offload=True)
+    for number in range(steps):
+        take_step(running, optimizer, number)
+    resumed = copy.deepcopy(running)
+    fresh = make_optimizer(resumed, settings, offload=True)
+    fresh.load_state_dict(copy.deepcopy(optimizer.state_dict()))
+    repeat_steps(fresh)
+    for number in range(steps, steps + 3):
+        take_step(running, optimizer, number)
+        take_step(resumed, fresh, number)
+    assert torch.equal(resumed.weight, running.weight)
+    assert torch.equal(resumed.bias, running.bias)
