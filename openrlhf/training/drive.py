@@ -73,7 +73,8 @@ class StateOnDrive(TorchFunctionMode):
                 f"created, with {free / GIB:.2f} GiB free ({error}). Free some space, or use "
                 "another folder."
             ) from error
-        return torch.empty(0, dtype=dtype).set_(storage, 0, (size,))
+        tensor: Any = torch.empty(0, dtype=dtype)
+        return tensor.set_(storage, 0, (size,))
 
     def copy_of(self, tensor: Tensor) -> Tensor:
         """Return a copy of a flat tensor in a new file."""
