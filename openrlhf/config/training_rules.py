@@ -37,6 +37,11 @@ def weight_violations(ds: DeepSpeedConfig) -> Iterator[str]:
         yield "<ds.param_offload> needs --ds.zero_stage 3."
     if ds.param_offload == "nvme" and ds.nvme_path is None:
         yield "<ds.param_offload> needs --ds.nvme_path, a folder on an NVMe drive."
+    if ds.nvme_path is not None and ds.use_universal_ckpt:
+        yield (
+            "<ds.nvme_path> cannot be combined with --ds.use_universal_ckpt, which cannot read the "
+            "state of AdamW on the CPU: resume with the same number of processes, or leave out one."
+        )
     if ds.nvme_path is not None and ds.zero_stage != 3:
         yield (
             "<ds.nvme_path> needs --ds.zero_stage 3. With ZeRO 1 or 2, use --ds.adam_offload, "

@@ -182,6 +182,8 @@ BROKEN: list[tuple[str, str, str]] = [
     (RL, "--ds.param_offload cpu", "--ds.param_offload cpu needs --ds.zero_stage 3"),
     (SFT, "--ds.param_offload nvme --ds.zero_stage 3",
      "--ds.param_offload nvme needs --ds.nvme_path"),
+    (SFT, "--ds.nvme_path drive --ds.zero_stage 3 --ds.use_universal_ckpt --ckpt.load_enable",
+     "--ds.nvme_path drive cannot be combined with --ds.use_universal_ckpt"),
     (SFT, "--ds.nvme_path drive", "--ds.nvme_path drive needs --ds.zero_stage 3"),
     (SFT, "--ckpt.max_num 0 --ckpt.save_steps 5",
      "--ckpt.max_num 0 deletes the checkpoints of --ckpt.save_steps 5"),

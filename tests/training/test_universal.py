@@ -63,9 +63,6 @@ AVERAGED = {"lora": True, "average": True}
                    {"ranks": 1, "zero": 3, "average": True}),
                   ({"ranks": 2, "zero": 3, "lora": True},
                    {"ranks": 1, "zero": 3, "lora": True})]),
-                ("two ranks to one, with state on a drive", "llama",
-                 [({"ranks": 2, "zero": 3, "dtype": "bf16", "average": True, "drive": True},
-                   {"ranks": 1, "zero": 3, "dtype": "bf16", "average": True, "drive": True})]),
                 ("one rank to two", "llama",
                  [({"ranks": 1, "zero": stage}, {"ranks": 2, "zero": max(2, stage)})
                   for stage in (1, 3)]),
