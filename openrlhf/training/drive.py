@@ -20,6 +20,7 @@ from torch.overrides import TorchFunctionMode
 from torch.utils.serialization import config as serialization
 
 from openrlhf.config.flags import UserError
+from openrlhf.config.shared import DeepSpeedConfig
 from openrlhf.files import disk_of
 from openrlhf.units import GIB, MIB
 
@@ -93,6 +94,13 @@ class StateOnDrive(TorchFunctionMode):
             for name, value in state.items():
                 if isinstance(value, Tensor) and is_large(value) and not is_on_drive(value):
                     state[name] = self.copy_of(value)
+
+
+def state_on_drive(ds: DeepSpeedConfig) -> StateOnDrive | None:
+    """Return the mode for --ds.nvme_path, or None if the flag is not set."""
+    if ds.nvme_path is None:
+        return None
+    return StateOnDrive(ds.nvme_path, has_weights=ds.param_offload == "nvme")
 
 
 def is_large(tensor: Tensor) -> bool:

@@ -24,7 +24,7 @@ from openrlhf.config.optimizer import OptimizerConfig
 from openrlhf.observability.metrics import Metric, merge_all
 from openrlhf.training import devices, ds_config
 from openrlhf.training.averaging import WeightAverage, rank_file
-from openrlhf.training.drive import StateOnDrive
+from openrlhf.training.drive import state_on_drive
 from openrlhf.training.masters import ChangedWeights, restore_masters, round_new_weights
 from openrlhf.training.muon import Muon
 from openrlhf.training.nonfinite import LossTerm, NonFiniteError, describe_cause, watched_gradients
@@ -71,9 +71,7 @@ class TrainEngine:
         ds = strategy.config
         ranks = strategy.layout.world_size
         config = ds_config.training_config(ds, max_norm=optimizer.max_norm, ranks=ranks)
-        self._drive: StateOnDrive | None = None  # None if all state is in memory
-        if ds.nvme_path:
-            self._drive = StateOnDrive(ds.nvme_path, has_weights=ds.param_offload == "nvme")
+        self._drive = state_on_drive(ds)  # None if all state is in memory
         on_drive = self._drive or nullcontext()
         with on_drive, strategy.loading(config):
             module = strategy.share_sequences(load())
