@@ -154,6 +154,7 @@ def read_model(
             )
     finally:
         transformers_logging.set_verbosity(level)
+    unround_rope(model)
     return model, StoredWeights.of(spec.path, model, report)
 
 
@@ -413,6 +414,19 @@ def prepare_model(
     if spec.training and spec.training.gradient_checkpointing_enable:
         checkpoint_layers(model, spec.training)
     return model
+
+
+def unround_rope(model: PreTrainedModel) -> None:
+    """Recompute RoPE frequencies that are not in float32.
+
+    While Transformers builds a model under ZeRO 3, DeepSpeed casts new tensors to the data type of
+    the weights, including the exponents of the frequencies. The model is changed in place.
+    """
+    for module in model.modules():
+        for name, frequencies in list(module.named_buffers(recurse=False)):
+            if name.endswith("inv_freq") and frequencies.dtype != torch.float32:
+                module.register_buffer(name, frequencies.float(), persistent=False)
+                model._init_weights(module)
 
 
 def pin_longrope(model: PreTrainedModel, max_len: int) -> None:
