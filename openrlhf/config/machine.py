@@ -215,6 +215,11 @@ def world_size() -> int:
     return int(os.environ.get("WORLD_SIZE") or 1)
 
 
+def local_world_size() -> int:
+    """Return the number of processes that the launcher started on this machine."""
+    return int(os.environ.get("LOCAL_WORLD_SIZE") or world_size())
+
+
 def kernel_caches() -> dict[str, str]:
     """Return environment variables that limit the caches of compiled CPU kernels.
 

@@ -1,5 +1,6 @@
 """Rules and notices for training commands. See the module `rules` for the definition of a rule."""
 
+import os
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
@@ -37,10 +38,10 @@ def weight_violations(ds: DeepSpeedConfig) -> Iterator[str]:
         yield "<ds.param_offload> needs --ds.zero_stage 3."
     if ds.param_offload == "nvme" and ds.nvme_path is None:
         yield "<ds.param_offload> needs --ds.nvme_path, a folder on an NVMe drive."
-    if ds.nvme_path is not None and ds.use_universal_ckpt:
+    if ds.nvme_path is not None and not os.path.isabs(ds.nvme_path):
         yield (
-            "<ds.nvme_path> cannot be combined with --ds.use_universal_ckpt, which cannot read the "
-            "state of AdamW on the CPU: resume with the same number of processes, or leave out one."
+            "<ds.nvme_path> must be an absolute path, because the processes of a run may start in "
+            "different folders."
         )
     if ds.nvme_path is not None and ds.zero_stage != 3:
         yield (

@@ -48,7 +48,8 @@ def plan_of_run(config: Any, declared: str | None = None) -> Plan | None:
         else:
             cluster = this_machine()
         if isinstance(config, SupervisedConfig):  # one process per device, started by a launcher
-            cluster = replace(cluster, per_node=machine.world_size())
+            here = machine.local_world_size()
+            cluster = replace(cluster, nodes=machine.world_size() // here, per_node=here)
         return make_plan(config, cluster)
     except SplitError:
         raise
@@ -75,21 +76,26 @@ def memory_findings(config: Any, plan: Plan | None) -> list[Finding]:
 
 
 def drive_findings(ds: DeepSpeedConfig, plan: Plan | None) -> list[Finding]:
-    """Check that the folder for offloaded state is writable, on a drive, and large enough."""
+    """Check that the folder for offloaded state is writable, on a drive, and large enough.
+
+    The findings are failures unless the run joined a Ray cluster, whose machines may have other
+    drives than this one.
+    """
     if ds.nvme_path is None:
         return []
+    fails = machine.cluster_gpus is None
     flag = f"--ds.nvme_path {ds.nvme_path}"
     folder = existing_part(Path(ds.nvme_path))
-    other = "Use a folder on an NVMe drive of this machine."
+    other = "Use a folder on an NVMe drive of every machine."
     try:
         with TemporaryFile(dir=folder) as file:
             os.posix_fallocate(file.fileno(), 0, 1)
     except OSError as error:
-        return [Finding(f"{flag}: no file can be created there ({error}).", other, fails=True)]
+        return [Finding(f"{flag}: no file can be created there ({error}).", other, fails=fails)]
     kind = file_system(folder)
     if kind in ("tmpfs", "ramfs"):
         seen = f"{flag} is in memory ({kind}), so offloading to it frees no memory."
-        return [Finding(seen, f"{other} Or use --ds.adam_offload instead.", fails=True)]
+        return [Finding(seen, f"{other} Or use --ds.adam_offload instead.", fails=fails)]
     needed = 0
     if plan:
         needed = sum(pool.drive_bytes for pool in plan.pools)
@@ -97,11 +103,11 @@ def drive_findings(ds: DeepSpeedConfig, plan: Plan | None) -> list[Finding]:
     if needed <= free:
         return []
     seen = (
-        f"{flag} has {gib(free)} of free space, but the offloaded state takes {gib(needed)} per "
-        "machine: 20 bytes per trained weight with Adam, and the weights with --ds.param_offload "
-        "nvme."
+        f"{flag} has {gib(free)} of free space, but the offloaded state takes up to {gib(needed)} "
+        "per machine: 20 bytes per trained weight with Adam, and the weights with "
+        "--ds.param_offload nvme."
     )
-    return [Finding(seen, "Free some space, or use a larger drive or more machines.", fails=True)]
+    return [Finding(seen, "Free some space, or use a larger drive or more machines.", fails=fails)]
 
 
 def advised(config: Any, nearest: advice.Advice | None) -> Iterator[str]:

@@ -174,7 +174,9 @@ def make_plan(config: Any, cluster: Cluster) -> Plan:
         processes: list[Process] = []
         for group in groups:
             processes += _processes(group, cluster, constants)
-        on_drive = sum(_drive_bytes(group, group.processes, constants) for group in groups)
+        on_drive = 0
+        for group in groups:
+            on_drive += _drive_bytes(group, group.processes // cluster.nodes, constants)
         pools = [replace(_pool(processes, cluster, constants), drive_bytes=on_drive)]
     devices = sum(group.devices for group in groups)
     return Plan(cluster=cluster, constants=constants, pools=tuple(pools), devices=devices)

@@ -2,7 +2,7 @@
 
 The files are mapped into memory, so DeepSpeed and the optimizer use them like state in CPU memory,
 and all results are those of --ds.adam_offload. The kernel writes their pages to the drive, and
-frees the memory when it is needed. Each file is deleted once it is mapped, so runs cannot share
+frees the memory when it is needed. The files have no names in the folder, so runs cannot share
 files, and even a killed run leaves no file behind.
 """
 
@@ -10,7 +10,7 @@ import os
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from tempfile import NamedTemporaryFile
+from tempfile import TemporaryFile
 from typing import Any
 
 import torch
@@ -28,7 +28,7 @@ MIN_BYTES = MIB  # smaller tensors stay in memory
 
 
 class StateOnDrive(TorchFunctionMode):
-    """While this mode is active, large flat tensors in CPU memory are created in files in a folder.
+    """A mode in which large flat tensors in CPU memory are created in files in a folder.
 
     DeepSpeed and the optimizers create gradients and moments with `torch.zeros` and
     `torch.zeros_like`, and master weights with `Tensor.clone`. With `has_weights`, the shards of
@@ -63,10 +63,11 @@ class StateOnDrive(TorchFunctionMode):
         size_bytes = size * dtype.itemsize
         try:
             self.folder.mkdir(parents=True, exist_ok=True)
-            with NamedTemporaryFile(dir=self.folder, prefix=".openrlhf-") as file:
+            with TemporaryFile(dir=self.folder) as file:  # has no name in the folder
                 # Reserve the space, because a write to a full drive would kill the process.
                 os.posix_fallocate(file.fileno(), 0, size_bytes)
-                storage: Any = torch.UntypedStorage.from_file(file.name, True, size_bytes)
+                path = f"/proc/self/fd/{file.fileno()}"
+                storage: Any = torch.UntypedStorage.from_file(path, True, size_bytes)
         except (OSError, RuntimeError) as error:
             free = disk_of(self.folder).free
             raise UserError(
@@ -83,17 +84,22 @@ class StateOnDrive(TorchFunctionMode):
 
     @contextmanager
     def reading(self, optimizer: Optimizer) -> Iterator[None]:
-        """Move the optimizer state that is read from a checkpoint until the block exits to files.
+        """Read a checkpoint in the block, then move its large optimizer state to files.
 
-        Checkpoints are mapped into memory, because they may be larger than CPU memory.
+        Checkpoints are mapped into memory, because they may be larger than CPU memory. Smaller
+        state is copied, because it would keep its file from being deleted.
         """
         settings: Any = serialization
         with self, settings.patch({"load.mmap": True}):
             yield
         for state in optimizer.state.values():
             for name, value in state.items():
-                if isinstance(value, Tensor) and is_large(value) and not is_on_drive(value):
+                if not isinstance(value, Tensor) or is_on_drive(value):
+                    continue
+                if is_large(value):
                     state[name] = self.copy_of(value)
+                else:
+                    state[name] = value.clone()
 
 
 def state_on_drive(ds: DeepSpeedConfig) -> StateOnDrive | None:

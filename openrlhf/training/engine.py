@@ -10,6 +10,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
+from copy import deepcopy
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, TypeVar, cast
@@ -28,7 +29,13 @@ from openrlhf.training.drive import state_on_drive
 from openrlhf.training.masters import ChangedWeights, restore_masters, round_new_weights
 from openrlhf.training.muon import Muon
 from openrlhf.training.nonfinite import LossTerm, NonFiniteError, describe_cause, watched_gradients
-from openrlhf.training.optimizers import MovableState, make_optimizer, make_schedule, repeat_steps
+from openrlhf.training.optimizers import (
+    MovableState,
+    make_optimizer,
+    make_schedule,
+    match_step_counters,
+    repeat_steps,
+)
 from openrlhf.training.quiet_deepspeed import OffloadStateTypeEnum
 from openrlhf.training.random_state import random_state, restore_random_state
 from openrlhf.training.strategy import Strategy, initialize
@@ -365,10 +372,13 @@ class TrainEngine:
             raise FileNotFoundError(f"DeepSpeed found no checkpoint {tag} in {directory}")
         if converts:
             # With ZeRO 3, DeepSpeed uses the same tensor as the step counter of all parameters.
+            # AdamW in CPU memory counts its steps with integers.
             for state in self.deepspeed.optimizer.state.values():
-                state["step"] = state["step"].clone()
+                state["step"] = deepcopy(state["step"])
         self._restore_settings(settings)
-        repeat_steps(getattr(self.deepspeed.optimizer, "optimizer", None))
+        optimizer = getattr(self.deepspeed.optimizer, "optimizer", self.deepspeed.optimizer)
+        match_step_counters(optimizer)
+        repeat_steps(optimizer)
         self.nonfinite_steps = skipped.get("nonfinite_steps", 0)
         self.nonfinite_in_a_row = skipped.get("nonfinite_in_a_row", 0)
         file = rank_file(self.strategy, directory, tag, "random_state")

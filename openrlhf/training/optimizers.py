@@ -64,7 +64,7 @@ def adamw_in_cpu_memory(groups: list[dict[str, Any]], settings: OptimizerConfig)
             return DeepSpeedCPUAdam(groups, **_adam(settings))
     except Exception as error:  # a failing compiler may raise any exception
         warn(
-            "--ds.adam_offload uses torch's AdamW: DeepSpeedCPUAdam could not be compiled "
+            "The optimizer in CPU memory is torch's AdamW: DeepSpeedCPUAdam could not be compiled "
             f"({error})."
         )
         return adamw(groups, settings)
@@ -85,6 +85,23 @@ def repeat_steps(optimizer: Any) -> None:
     unused = [torch.zeros(1) for _ in range(4)]  # weight, gradient, moments
     for step in range(1, steps + 1):
         optimizer.ds_opt_adam.adam_update(optimizer.opt_id, step, *numbers, *unused)
+
+
+def match_step_counters(optimizer: Any) -> None:
+    """Turn the step counters of fused optimizers, whose state has been read, into tensors.
+
+    The state may come from an optimizer in CPU memory, which counts with integers. The kernels
+    require counters on the device of the weights.
+    """
+    for group in optimizer.param_groups:
+        if not group.get("fused"):
+            continue
+        for parameter in group["params"]:
+            state = optimizer.state.get(parameter, {})
+            if "step" in state:
+                state["step"] = torch.as_tensor(
+                    state["step"], dtype=torch.float32, device=parameter.device
+                )
 
 
 @OPTIMIZERS.register("muon")

@@ -243,6 +243,31 @@ def test_drive_with_too_little_space_is_refused_with_both_sizes(
     assert drive_findings(config.ds, plan) == []
 
 
+def test_space_is_that_of_the_processes_on_this_machine(
+    tmp_path: Path, paths: dict[str, str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    flags = f"--ds.zero_stage 3 --ds.nvme_path {tmp_path}"
+    config = amend(sft(flags), {"model.model_name_or_path": paths["llama2-7b"]})
+    monkeypatch.setenv("WORLD_SIZE", "8")
+    monkeypatch.setattr(machine, "count_gpus", lambda: 4)
+    monkeypatch.setattr(machine, "gpu_memory", lambda: 80 << 30)
+    everything = plan_of_run(config)
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", "4")
+    half = plan_of_run(config)
+    assert everything is not None and half is not None
+    assert half.pools[0].drive_bytes == everything.pools[0].drive_bytes // 2
+    assert half.devices == everything.devices == 8
+
+
+def test_drive_of_this_machine_is_only_a_notice_if_the_run_joined_a_cluster(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "file").touch()
+    monkeypatch.setattr(machine, "cluster_gpus", 8)
+    [finding] = drive_findings(on_drive(tmp_path / "file" / "folder"), None)
+    assert not finding.fails
+
+
 def test_folder_in_memory_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(planning, "file_system", lambda folder: "tmpfs")
     [finding] = drive_findings(on_drive(tmp_path), None)

@@ -167,7 +167,7 @@ def test_average_of_all_weights_takes_four_bytes_per_parameter_on_every_machine(
 
 
 def test_drive_holds_twenty_bytes_per_weight_divided_over_the_machines(plan: MakePlan) -> None:
-    line = "sft --model.model_name_or_path {llama2-7b} --ds.zero_stage 3 --ds.nvme_path drive"
+    line = "sft --model.model_name_or_path {llama2-7b} --ds.zero_stage 3 --ds.nvme_path /drive"
     for cluster, machines in (("8xA100-80GB", 1), ("2x8xA100-80GB", 2)):
         [pool] = plan(line, cluster).pools
         assert pool.host_bytes == 0

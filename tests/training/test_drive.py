@@ -17,7 +17,7 @@ from tests.training.optimizer_worker import Case, run_all
 SIZE = drive.MIN_BYTES // 4  # number of float32 elements of the smallest tensor in a file
 
 
-def test_large_flat_tensors_are_created_in_files_that_are_already_deleted(tmp_path: Path) -> None:
+def test_large_flat_tensors_are_created_in_files_without_names(tmp_path: Path) -> None:
     source = torch.arange(SIZE, dtype=torch.float32)
     with StateOnDrive(str(tmp_path / "new"), has_weights=False):
         zeros = torch.zeros(SIZE)
@@ -54,9 +54,10 @@ def test_shards_of_weights_are_in_files_and_are_not_pinned(tmp_path: Path) -> No
 
 def test_state_read_from_a_checkpoint_is_moved_to_files(tmp_path: Path) -> None:
     def optimizer() -> torch.optim.Adam:
-        weight = torch.nn.Parameter(torch.zeros(SIZE))
-        weight.grad = torch.ones(SIZE)
-        return torch.optim.Adam([weight])
+        weights = [torch.nn.Parameter(torch.zeros(size)) for size in (SIZE, 4)]
+        for weight in weights:
+            weight.grad = torch.ones_like(weight)
+        return torch.optim.Adam(weights)
 
     saved = optimizer()
     saved.step()
@@ -65,10 +66,14 @@ def test_state_read_from_a_checkpoint_is_moved_to_files(tmp_path: Path) -> None:
     with StateOnDrive(str(tmp_path), has_weights=False).reading(resumed):
         read = torch.load(tmp_path / "saved.pt")
         resumed.load_state_dict(read)
-    [expected], [state] = saved.state.values(), resumed.state.values()
-    assert is_on_drive(state["exp_avg"])
-    assert is_on_drive(state["exp_avg_sq"])
-    assert all(torch.equal(state[name], value) for name, value in expected.items())
+    large, small = resumed.state.values()
+    assert is_on_drive(large["exp_avg"])
+    assert is_on_drive(large["exp_avg_sq"])
+    # A tensor that stayed mapped would keep the checkpoint's blocks after its files are deleted.
+    mapped = read["state"][1]["exp_avg"]
+    assert small["exp_avg"].data_ptr() != mapped.data_ptr()
+    for expected, found in zip(saved.state.values(), resumed.state.values(), strict=True):
+        assert all(torch.equal(found[name], value) for name, value in expected.items())
 
 
 def test_full_drive_is_reported_with_the_folder(

@@ -17,6 +17,7 @@ from openrlhf.training.optimizers import (
     MovableState,
     make_optimizer,
     make_schedule,
+    match_step_counters,
     repeat_steps,
 )
 
@@ -179,6 +180,17 @@ def test_run_with_a_single_step_has_a_positive_learning_rate(name: str) -> None:
     assert min(make_schedule(optimizer, settings, 1).get_last_lr()) > 0
 
 
+def test_fused_adam_resumes_from_state_with_integer_step_counters() -> None:
+    weights = [nn.Parameter(torch.zeros(3))]
+    optimizer = torch.optim.AdamW(weights, fused=True)
+    moments = {"exp_avg": torch.zeros(3), "exp_avg_sq": torch.zeros(3)}
+    optimizer.state[weights[0]] = {"step": 5, **moments}
+    match_step_counters(optimizer)
+    weights[0].grad = torch.ones(3)
+    optimizer.step()
+    assert optimizer.state[weights[0]]["step"].item() == 6
+
+
 @pytest.mark.parametrize("steps", [0, 1, 2, 6, 20])
 def test_adam_on_the_cpu_resumes_bit_for_bit(steps: int) -> None:
     def take_step(layer: nn.Module, optimizer: torch.optim.Optimizer, number: int) -> None:
@@ -197,6 +209,7 @@ def test_adam_on_the_cpu_resumes_bit_for_bit(steps: int) -> None:
     fresh = make_optimizer(resumed, settings, offload=True)
     fresh.load_state_dict(copy.deepcopy(optimizer.state_dict()))
     repeat_steps(fresh)
+    assert hasattr(fresh, "ds_opt_adam"), "DeepSpeedCPUAdam could not be compiled"
     for number in range(steps, steps + 3):
         take_step(running, optimizer, number)
         take_step(resumed, fresh, number)

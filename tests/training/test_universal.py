@@ -63,6 +63,13 @@ AVERAGED = {"lora": True, "average": True}
                    {"ranks": 1, "zero": 3, "average": True}),
                   ({"ranks": 2, "zero": 3, "lora": True},
                    {"ranks": 1, "zero": 3, "lora": True})]),
+                ("two ranks to one, with state on a drive", "llama",
+                 [({"ranks": 2, "zero": 3, "dtype": "bf16", "average": True, "drive": True},
+                   {"ranks": 1, "zero": 3, "dtype": "bf16", "average": True, "drive": True})]),
+                ("two ranks to one, with state in CPU memory", "llama",
+                 [({"ranks": 2, "zero": stage, "offload": True},
+                   {"ranks": 1, "zero": after, "offload": True})
+                  for stage, after in ((2, 1), (3, 3))]),
                 ("one rank to two", "llama",
                  [({"ranks": 1, "zero": stage}, {"ranks": 2, "zero": max(2, stage)})
                   for stage in (1, 3)]),

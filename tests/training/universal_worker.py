@@ -18,6 +18,7 @@ from openrlhf.config.shared import DeepSpeedConfig, LoraConfig
 from openrlhf.core.batches import TokenRows
 from openrlhf.models.loading import load_causal_lm
 from openrlhf.models.policy import PolicyModel
+from openrlhf.training import drive
 from openrlhf.training.averaging import WeightAverage
 from openrlhf.training.engine import TrainEngine
 from openrlhf.training.gathered import exported_parameters, full_parameters
@@ -54,6 +55,8 @@ class Job:
     tp: int = 1
     lora: bool = False
     average: bool = False  # average the weights (EMA)
+    drive: bool = False  # keep the optimizer state and weights in files
+    offload: bool = False  # keep the optimizer state in CPU memory
 
     @property
     def ds(self) -> DeepSpeedConfig:
@@ -63,6 +66,9 @@ class Job:
             param_dtype=self.dtype,
             packing_samples=True,
             use_universal_ckpt=True,
+            adam_offload=self.offload,
+            nvme_path=f"{self.target}-drive" if self.drive else None,
+            param_offload="nvme" if self.drive else "none",
             ring_attn_size=self.sp,
             tensor_parallel_size=self.tp,
             lora=LoraConfig(rank=4, alpha=8) if self.lora else LoraConfig(),
@@ -141,6 +147,7 @@ def main() -> None:
     same ranks.
     """
     torch.set_num_threads(1)
+    drive.MIN_BYTES = 256  # the models are tiny
     for fields in json.loads(sys.argv[2]):
         jobs = [Job(**job) for job in fields]
         fork_ranks(jobs[0].ranks, run, jobs, sys.argv[1])
