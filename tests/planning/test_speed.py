@@ -66,7 +66,7 @@ def role_of(configure: Configure, line: str) -> ModelRole:
 
 
 def test_second_copy_of_the_weights_is_gathered_within_a_machine(configure: Configure) -> None:
-    """Of three parts of the communication, the backward pass's gathering leaves the network."""
+    """The network then carries two of three parts of the communication."""
     line = f"sft {SFT_FLAGS} --ds.zero_stage 3"
     [role, *_] = offline_roles(configure(line, "2x8xH100-80GB"), 16, True)
     cluster = parse_cluster("2x8xH100-80GB")
