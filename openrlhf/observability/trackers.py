@@ -25,7 +25,7 @@ from openrlhf.reporting import warn
 
 SAMPLES_NAME = "train/generated_samples"
 WANDB_KEY_LENGTH = 40  # a shorter --logger.wandb.key selects this machine's W&B login
-WANDB_SAMPLE_ROWS = 200  # limited because every new row uploads the entire W&B table again
+WANDB_SAMPLE_ROWS = 200  # limited because every upload contains the entire table
 
 
 class Trackers:
@@ -114,6 +114,7 @@ class WandbTracker:
         for stage in ("train", "rollout", "timing", "eval"):
             self._run.define_metric(f"{stage}/*", step_metric=_wandb_axis(stage))
         self._samples = deque[tuple[int, str, float | None]](maxlen=WANDB_SAMPLE_ROWS)
+        self._new_samples = 0  # samples added since the last upload
 
     def log(self, step: int, values: Mapping[str, float]) -> None:
         """Log the metrics of a step on the x axis of their stage."""
@@ -124,14 +125,27 @@ class WandbTracker:
         self._run.log(row)
 
     def log_samples(self, step: int, text: str, reward: float | None) -> None:
-        """Add a sample to the table of the latest samples, and upload the table."""
+        """Add a sample to the table of the latest samples.
+
+        The table is uploaded when a tenth of its rows are new. Otherwise, a run of 10,000 steps
+        would upload gigabytes.
+        """
         self._samples.append((step, text, reward))
+        self._new_samples += 1
+        if 10 * self._new_samples >= len(self._samples):
+            self._upload_samples()
+
+    def _upload_samples(self) -> None:
         columns = ["global_step", "text", "reward"]
         table = self._wandb.Table(columns=columns, data=list(self._samples))
+        step, _, _ = self._samples[-1]
         self._run.log({SAMPLES_NAME: table, "train/global_step": step})
+        self._new_samples = 0
 
     def close(self) -> None:
-        """Finish the W&B run, which uploads the remaining data."""
+        """Upload the latest samples, and finish the W&B run."""
+        if self._new_samples:
+            self._upload_samples()
         self._run.finish()
 
 

@@ -209,6 +209,19 @@ def test_wandb_uses_separate_axes_for_training_and_evaluation(tmp_path, fake_wan
     assert calls[-1] == {"what": "finish"}
 
 
+def test_wandb_table_is_uploaded_when_a_tenth_of_its_rows_are_new(tmp_path, fake_wandb):
+    trackers = start(wandb_flags(), tmp_path)
+    for step in range(1, 410):
+        trackers.log_samples(step, "text", 1.0)
+    trackers.close()
+    tables = [call["row"] for call in fake_wandb() if call["what"] == "log"]
+    steps = [row["train/global_step"] for row in tables]
+    assert steps[:10] == list(range(1, 11))
+    assert len([step for step in steps if step > 200]) == 11
+    assert steps[-1] == 409
+    assert len(tables[-1]["train/generated_samples"]) == 201  # the header and the latest samples
+
+
 def test_short_wandb_key_uses_existing_login(tmp_path, fake_wandb):
     start(wandb_flags(key="True"), tmp_path)
     assert fake_wandb()[0]["what"] == "init"
