@@ -212,8 +212,9 @@ class UserProcess:
 
     async def _listen(self, process: subprocess.Popen[bytes]) -> None:
         """Read messages until the process ends, then fail the remaining calls."""
-        # User code that writes to our socket causes a ValueError or TypeError.
-        with suppress(OSError, EOFError, ValueError, TypeError):
+        # User code that writes to our socket causes any of the last four errors.
+        broken = (OSError, EOFError, ValueError, TypeError, AttributeError, KeyError)
+        with suppress(*broken):
             while not self._culprit_known:
                 (length,) = LENGTH.unpack(await self._reader.readexactly(LENGTH.size))
                 if length > MAX_MESSAGE_BYTES:

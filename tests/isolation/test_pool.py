@@ -158,6 +158,8 @@ def test_tensors_and_arrays_are_returned_as_plain_numbers(tmp_path: Path):
         ("hold_the_interpreter", "timeout", "in hold_the_interpreter"),
         ("close_everything", "killed exit", "close_everything ended its process"),
         ("write_to_every_socket", "killed", "write_to_every_socket ended its process"),
+        ("write_none_to_every_socket", "killed", "ended its process"),
+        ("write_dict_to_every_socket", "killed", "ended its process"),
         ("huge", "memory", "MemoryError"),
         ("absent", "exception", "has no function absent; its functions are: echo, process"),
     ],

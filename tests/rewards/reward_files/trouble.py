@@ -2,6 +2,7 @@
 
 import asyncio
 import ctypes
+import marshal
 import os
 import signal
 import subprocess
@@ -115,11 +116,20 @@ def close_everything():
     time.sleep(1000)
 
 
-def write_to_every_socket():
+def write_to_every_socket(message=b"?"):
+    framed = len(message).to_bytes(8, "big") + message
     for descriptor in Path("/proc/self/fd").iterdir():
         if descriptor.is_socket():
-            os.write(int(descriptor.name), b"\0\0\0\0\0\0\0\1?")
+            os.write(int(descriptor.name), framed)
     time.sleep(1000)
+
+
+def write_none_to_every_socket():
+    write_to_every_socket(marshal.dumps(None))
+
+
+def write_dict_to_every_socket():
+    write_to_every_socket(marshal.dumps({"kind": "done"}))
 
 
 def huge():
