@@ -197,7 +197,7 @@ class Root(RecordedCommand):
     def idle_places(self) -> set[str]:
         """Return the checkpoint folder if the run neither writes nor reads it."""
         ckpt = self.ckpt
-        writes = (ckpt.saves or self.keeps_best) and (ckpt.save_hf or not ckpt.disable_ds)
+        writes = (ckpt.saves or self.keeps_best) and ckpt.has_files
         if writes or ckpt.load_enable:
             return set()
         return {"ckpt.path"}

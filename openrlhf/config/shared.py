@@ -51,6 +51,11 @@ class CheckpointConfig(Section):
         """True if a later run can resume from the checkpoints."""
         return self.saves and not self.disable_ds
 
+    @property
+    def has_files(self) -> bool:
+        """True if a checkpoint contains files: the state of the run, the exported model or both."""
+        return self.save_hf or not self.disable_ds
+
 
 class WandbConfig(Section):
     """Weights & Biases."""

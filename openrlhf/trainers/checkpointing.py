@@ -41,6 +41,7 @@ class Checkpointing:
     start: RunState  # state of this run before its first step
     saved: int = field(default=-1, init=False)  # step of the newest checkpoint
     resumed: bool = field(default=False, init=False)
+    exported: bool = field(default=False, init=False)  # True once the final export is complete
 
     def is_due(self, step: int, *, stopped: bool) -> bool:
         """Return whether a checkpoint is due after `step`.
@@ -53,8 +54,7 @@ class Checkpointing:
 
     def save(self, step: int, *, best: bool = False) -> None:
         """Write a checkpoint. If writing fails, report the failure and continue the run."""
-        ckpt = self.config.ckpt
-        if ckpt.disable_ds and not ckpt.save_hf:
+        if not self.config.ckpt.has_files:
             return
         with self.clock.part("checkpoint"):
             if not best and self.manager.save_linked(step):
@@ -127,7 +127,8 @@ class Checkpointing:
         checkpoints, termination is delayed until the export is complete, because an interrupted
         export would lose the models.
         """
-        if self.config.ckpt.saves:
+        ckpt = self.config.ckpt
+        if ckpt.saves and ckpt.has_files:
             self._export()
             return
         with termination.deferred():
@@ -140,6 +141,7 @@ class Checkpointing:
         if self.critic and self.config.critic.save_value_network:
             calls = self.critic.broadcast(TrainedWorker.export, self.tokenizer, f"{folder}_critic")
             self._wait(calls, "export the critic")
+        self.exported = True
 
     def export_policy(self, path: str, *, final: bool) -> None:
         """Write the policy in Transformers' format. `final` marks the last export of the run."""

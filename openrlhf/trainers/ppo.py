@@ -292,6 +292,8 @@ class PPOTrainer:
         try:
             yield
         except (SystemExit, RolloutError, EngineError, RewardErrors) as error:
+            if self.checkpointing.exported:  # nothing is lost
+                raise
             ckpt = self.config.ckpt
             between_steps = self.step == self.source.step  # no batch is unfinished
             in_evaluation = between_steps and isinstance(error, RewardErrors)

@@ -260,7 +260,7 @@ class SupervisedTrainer(Generic[Row, Micro]):
         With several ranks, raises CheckpointError if a rank cannot write its part, because the
         other ranks are waiting for it.
         """
-        if self.ckpt.disable_ds and not self.ckpt.save_hf:
+        if not self.ckpt.has_files:
             return
         if not best and self._on_main(partial(self.checkpoints.save_linked, self.step)):
             self.saved = self.step

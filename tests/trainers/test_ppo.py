@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 
+from openrlhf import termination
 from openrlhf.algorithms.kl import KLController
 from openrlhf.checkpoints.manager import HOW_TO_SAVE, NOTHING_SAVED, RESUME_HINT, SAVE_FAILED
 from openrlhf.checkpoints.manifest import CheckpointError, RunState
@@ -248,6 +249,7 @@ def trainer(
     freezing_steps: int = 0,
     manager: Any = None,
     ends: tuple[BaseException, int] | None = None,
+    disable_ds: bool = False,
     stop_run: float | None = None,
     kls: Sequence[float] = (),
 ) -> Any:
@@ -263,7 +265,9 @@ def trainer(
     config = RLFlags(
         train=RLTrainConfig(batch_size=2), rollout=RolloutConfig(batch_size=2),
         eval=RLEvalConfig(steps=eval_steps),
-        ckpt=CheckpointConfig(best_metric_key="none", save_steps=save_steps),
+        ckpt=CheckpointConfig(
+            best_metric_key="none", save_steps=save_steps, disable_ds=disable_ds
+        ),
         critic=CriticConfig(freezing_steps=freezing_steps),
         algo=AlgoConfig(kl=KLConfig(stop_run=stop_run)),
     )  # fmt: skip
@@ -421,6 +425,27 @@ def test_terminated_run_without_checkpoints_names_the_flag_that_enables_them() -
     with pytest.raises(SystemExit):
         made.fit()
     assert notes.events == ["step 1, 100%", NOTHING_SAVED + HOW_TO_SAVE]
+
+
+@pytest.mark.parametrize(("save_steps", "disable_ds"), [(-1, False), (9, True)])
+def test_run_that_writes_no_checkpoints_completes_its_export_before_it_is_terminated(
+    save_steps: int, disable_ds: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    notes = Notes()
+    made = trainer([KEPT], notes, eval_steps=-1, save_steps=save_steps, disable_ds=disable_ds)
+
+    def broadcast(*_: object) -> list[Any]:
+        monkeypatch.setattr("openrlhf.termination._State.status", 143)
+        with termination.deferred():
+            return []  # raises SystemExit unless the export delays termination
+
+    del made.checkpointing.export  # a stub
+    made.checkpointing.policy = SimpleNamespace(broadcast=broadcast)
+    with pytest.raises(SystemExit):
+        made.fit()
+    model = Path(made.config.ckpt.output_dir).absolute()
+    end = ["No prompts are left to train on after step 1.", f"model: {model}"]
+    assert notes.events == ["step 1, 100%", *end]
 
 
 def test_nothing_is_saved_between_yielding_a_batch_and_training_on_it() -> None:
