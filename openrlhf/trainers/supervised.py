@@ -197,8 +197,11 @@ class SupervisedTrainer(Generic[Row, Micro]):
                 if interruptible and self.task.has_first_pass and self._asked_to_end():
                     return None
                 micro = self.task.collate(rows or [self.eval_rows[0]])
-                micro, numbers = self.task.before(self.engine, micro.to(self.strategy.device))
-                micro = micro.to("cpu")  # a GPU has no room for all evaluation rows
+                numbers: Mapping[str, float] = {}
+                if self.task.has_first_pass:
+                    on_device = micro.to(self.strategy.device)
+                    micro, numbers = self.task.before(self.engine, on_device)
+                    micro = micro.to("cpu")  # a GPU has no room for all evaluation rows
                 micros.append(micro)
                 if rows:
                     counts.append({**self.task.counts(micro), **numbers})

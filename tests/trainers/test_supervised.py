@@ -198,6 +198,21 @@ def test_every_rank_runs_as_many_forward_passes_as_the_rank_with_the_most_rows(
     assert len(forwards) == 1
 
 
+def test_evaluation_moves_a_micro_batch_to_the_device_once_if_no_first_pass_runs(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    task = CountingTask()
+    devices: list[Any] = []
+
+    def to(rows: TokenRows, device: Any) -> TokenRows:
+        devices.append(device)
+        return rows
+
+    monkeypatch.setattr(TokenRows, "to", to)
+    trainer(tmp_path, task, rows=8).evaluate()
+    assert devices == [OneOfMany.device] * len(task.forwards)
+
+
 @pytest.mark.parametrize("after", range(4))
 def test_evaluation_stops_after_the_forward_pass_in_which_termination_is_requested(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, after: int
