@@ -240,7 +240,14 @@ def skip_unreachable_hub(config: Command) -> None:
     """
     if not HUB_VARIABLES.isdisjoint(os.environ):
         return
-    if all(os.path.exists(path) for _, path in sources(config)):
+    needs_hub = False
+    for flag, path in sources(config):
+        is_url = "://" in path
+        if is_url and flag.holds == "dataset":
+            return  # the datasets library cannot download a URL if HF_HUB_OFFLINE is set
+        if not is_url and not os.path.exists(path):
+            needs_hub = True
+    if not needs_hub:
         return
     try:
         socket.create_connection(("huggingface.co", 443), timeout=HUB_TIMEOUT_S).close()

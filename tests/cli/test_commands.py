@@ -515,6 +515,9 @@ def test_startup_notice_names_the_model_that_will_be_replaced(
         ("--data.dataset {}/rows.jsonl", False),
         ("--data.dataset {}/rows.jsonl,owner/data", True),
         ("--data.dataset {}/rows.jsonl,{}/rows.jsonl", False),
+        # The datasets library cannot download a URL if HF_HUB_OFFLINE is set.
+        ("--data.dataset https://host/rows.jsonl", False),
+        ("--data.dataset owner/data,s3://bucket/rows.jsonl", False),
     ],
 )
 def test_unreachable_hub_is_not_retried_if_a_model_or_dataset_is_on_the_hub(
