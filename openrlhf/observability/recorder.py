@@ -65,7 +65,7 @@ class Recorder:
         # A resumed run has lines from before the resume.
         self.health = Health(read_notices(self.folder.path))
         self.health.read(read_lines(self.folder.path / METRICS))
-        self._last_step = 0
+        self._last_step = resume_step or 0
 
     def _report_resume(self, config: RecordedCommand, run_dir: str, resume_step: int) -> None:
         """Print the step and folder of a resumed run, and the flags that have changed."""

@@ -259,6 +259,10 @@ def test_close_prints_notices_of_end_of_run_rules(
     assert rows(tmp_path, "notices.jsonl") == []  # the resumed run may regain the score
     resumed.close()
     assert notice in capsys.readouterr().out
+    again = recorder(tmp_path, resume_step=8)
+    assert rows(tmp_path, "notices.jsonl") == []  # the run that logged no step stored it at step 9
+    again.close()
+    assert notice in capsys.readouterr().out
 
 
 def test_close_writes_report(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
