@@ -134,8 +134,11 @@ class MultiTurnAgentExecutor(AgentExecutorBase):
             raise TypeError(
                 f"{agent_instance_cls!r} must be a subclass of AgentInstanceBase that defines step"
             )
-        check_method(agent_instance_cls, "reset", "states")
-        check_method(agent_instance_cls, "step", "states")
+        # A subclass may override the methods below and call its environment in its own way.
+        if type(self).execute is MultiTurnAgentExecutor.execute:
+            check_method(agent_instance_cls, "reset", "states")
+            if type(self)._take_turns is MultiTurnAgentExecutor._take_turns:
+                check_method(agent_instance_cls, "step", "states")
         self.agent_instance_cls = agent_instance_cls
         self.env_kwargs = env_kwargs or {}
         self.turn_rewards = turn_rewards

@@ -100,7 +100,9 @@ class OpenAIAgentExecutor(AgentExecutorBase):
     needs_chat_template = True
 
     def __init__(self) -> None:
-        check_method(type(self), "run_agent", "prompt", "label", "session_id")
+        # A subclass may override `execute` and call `run_agent` in its own way.
+        if type(self).execute is OpenAIAgentExecutor.execute:
+            check_method(type(self), "run_agent", "prompt", "label", "session_id")
         self._sessions: dict[str, _Session] = {}
         self._serving: asyncio.Task[None] | None = None
 

@@ -18,6 +18,8 @@ import pytest
 
 from examples.agents.calculator_task import calculator_tokenizer
 from openrlhf.agents import play
+from openrlhf.agents.contract import AgentInstanceBase, MultiTurnAgentExecutor
+from openrlhf.agents.openai_endpoint import OpenAIAgentExecutor
 from openrlhf.agents.play import AgentEpisodes
 from openrlhf.config.options import ConfigError
 from openrlhf.config.rollout import RemoteEnginesConfig, RolloutConfig, RuleConfig
@@ -294,6 +296,50 @@ def test_file_without_an_agent_is_rejected_with_a_suggested_fix(
         stand.check()
     assert "--train.agent_func_path" in str(refused.value)
     stand.close()
+
+
+class NarrowGame(AgentInstanceBase):
+    """An environment whose methods do not take `states`."""
+
+    async def reset(self) -> Any: ...  # pyright: ignore[reportIncompatibleMethodOverride]
+
+    async def step(self, action: str, turn: int) -> Any: ...  # pyright: ignore[reportIncompatibleMethodOverride]
+
+
+class WideGame(NarrowGame):
+    """An environment of which only `step` does not take `states`."""
+
+    async def reset(self, states: Any) -> Any: ...  # pyright: ignore[reportIncompatibleMethodOverride]
+
+
+class OwnEpisode(MultiTurnAgentExecutor):
+    """An executor that calls its environment only in its own `execute`."""
+
+    async def execute(self, **_: Any) -> Any: ...  # pyright: ignore[reportIncompatibleMethodOverride]
+
+
+class OwnTurns(MultiTurnAgentExecutor):
+    """An executor that takes the turns itself."""
+
+    async def _take_turns(self, *_: Any) -> None: ...
+
+
+class OwnClient(OpenAIAgentExecutor):
+    """An executor that calls `run_agent` only in its own `execute`."""
+
+    async def execute(self, **_: Any) -> Any: ...  # pyright: ignore[reportIncompatibleMethodOverride]
+
+    async def run_agent(self, prompt: str) -> Any: ...  # pyright: ignore[reportIncompatibleMethodOverride]
+
+
+def test_methods_that_only_the_users_executor_calls_may_have_any_signature() -> None:
+    OwnEpisode(NarrowGame)
+    OwnTurns(WideGame)
+    OwnClient()
+    with pytest.raises(TypeError, match=r"NarrowGame\.reset"):
+        OwnTurns(NarrowGame)
+    with pytest.raises(TypeError, match=r"WideGame\.step"):
+        MultiTurnAgentExecutor(WideGame)
 
 
 @pytest.mark.parametrize(
