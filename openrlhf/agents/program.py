@@ -210,7 +210,8 @@ def load_executor(path: Path) -> AgentExecutorBase:
     named = [*inspect.signature(AgentExecutorBase.execute).parameters][1:]
     if not takes(kind.execute, "images"):
         named.remove("images")
-    if takes(kind, "result_queue") and not takes(kind.execute, "llm_engine"):
+    is_old = "result_queue" in inspect.signature(kind).parameters
+    if is_old and not takes(kind.execute, "llm_engine"):
         raise TypeError(
             f"{path} was written for releases 0.8.7 to 0.9.0. Remove the arguments of its class, "
             f"change its method to\n    async def execute(self, {', '.join(named)})\n"
