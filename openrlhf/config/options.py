@@ -333,7 +333,9 @@ def yaml_content(file: str, text: str) -> Any:
     root: Any = loader.get_single_node()
     if isinstance(root, yaml.MappingNode) and (repeated := list(_repeated_keys(root, ""))):
         raise ConfigError([f"{file}: {path} appears twice: remove one." for path in repeated])
-    return yaml.safe_load(text)
+    if root is None:
+        return None
+    return loader.construct_document(root)
 
 
 def _repeated_keys(section: Any, prefix: str) -> Iterator[str]:

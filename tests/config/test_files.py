@@ -186,6 +186,7 @@ def test_yaml_value_types_are_converted(tmp_path: Path) -> None:
         ("- 1", "run.yaml contains a list, not names and values"),
         ("a: [", "run.yaml cannot be read"),
         ("train:\n  a: [", 'run.yaml", line 2'),
+        ("train:\n  seed: !unknown 1", 'run.yaml", line 2'),
     ],
 )  # fmt: skip
 def test_error_in_a_file_names_the_file_and_the_key(
