@@ -5,6 +5,7 @@ prints the error to stderr and exits with status 2.
 """
 
 import json
+import math
 import os
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from fnmatch import fnmatch
@@ -125,8 +126,15 @@ class Reader:
 
         Sets `given` (without defaults), `notices` and `problems`.
         """
-        names = [*self.by_spelling, *legacy.aliases(self.flags)]
-        groups = [(_full_name(name, names), words) for name, words in _split_at_flags(argv)]
+        old_names = legacy.aliases(self.flags)
+        names = [*self.by_spelling, *old_names]
+        groups: list[Group] = []
+        for typed_name, words in _split_at_flags(argv):
+            name = _full_name(typed_name, names)
+            if name != typed_name and name in old_names:
+                self.notices.append(f"--{typed_name} is read as --{name}.")
+            paths = old_names.get(name, [name])
+            groups.append((name, self._drop_separators(paths[0], words)))
         translated = legacy.translate(groups, self.flags)
         self.notices += translated.notices
         self.problems += translated.violations
@@ -158,6 +166,20 @@ class Reader:
         if "run.dir" in written and "run.dir" not in typed:
             self._drop_own_folder(Path(file))
         return self
+
+    def _drop_separators(self, name: str, words: Sequence[str]) -> list[str]:
+        """Drop each bare -- among the words after a flag, unless the flag still takes a value."""
+        flag = self.by_spelling.get(name)
+        most = 0.0
+        if flag is not None and flag.shape == "list":
+            most = math.inf
+        elif flag is not None and flag.shape != "switch":
+            most = max(_value_counts(flag))
+        kept: list[str] = []
+        for word in words:
+            if word != "--" or len(kept) < most:
+                kept.append(word)
+        return kept
 
     def _replace_old_flags(self, spelled: Mapping[str, str]) -> None:
         """Replace old flags in `given` with current flags.
@@ -205,11 +227,7 @@ class Reader:
         if flag is None:
             self.problems.append(self._unknown(f"--{name}"))
             return
-        counts = (1,)
-        if flag.shape == "pair":
-            counts = (2,)
-        if flag.single is not None:
-            counts = (1, 2)
+        counts = _value_counts(flag)
         if flag.shape == "list":
             typed[flag.path] = [*typed.get(flag.path, []), *words]
         elif flag.shape == "switch" and words:
@@ -295,7 +313,7 @@ class Reader:
 def _split_at_flags(argv: Iterable[str]) -> list[Group]:
     """Return each flag with the words after it. Words before the first flag get the name "".
 
-    Old names may have a single dash, such as -pretrain. A word of dashes only is a value.
+    Old names may have a single dash, such as -pretrain. A word of dashes only is not a flag.
     """
     groups: list[Group] = [("", [])]
     for word in argv:
@@ -310,10 +328,17 @@ def _split_at_flags(argv: Iterable[str]) -> list[Group]:
     return groups
 
 
+def _value_counts(flag: Flag) -> tuple[int, ...]:
+    """Return how many words a flag takes, if it is not a list or a switch."""
+    if flag.single is not None:
+        return (1, 2)
+    if flag.shape == "pair":
+        return (2,)
+    return (1,)
+
+
 def _full_name(prefix: str, names: Iterable[str]) -> str:
-    """Return the only name that starts with a prefix. If there are several or none, return the
-    prefix.
-    """
+    """Return the only name that starts with a prefix, or the prefix if it is not unique."""
     candidates = [name for name in names if name.startswith(prefix)]
     if len(candidates) == 1:
         return candidates[0]

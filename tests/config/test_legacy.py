@@ -394,6 +394,13 @@ def test_unique_prefix_of_an_old_name_is_accepted(
     assert value_at(parse(command, line), path) == value
 
 
+def test_prefix_of_an_old_name_is_reported(capsys: pytest.CaptureFixture[str]) -> None:
+    sft("--output answer")
+    assert "--output is read as --output_key." in capsys.readouterr().err
+    sft("--output_key answer --data.input_k question")
+    assert "is read as" not in capsys.readouterr().err
+
+
 def test_ambiguous_prefix_of_old_names_is_refused() -> None:
     (sentence,) = violations("train_sft", "--max_ckpt 3")
     assert "--max_ckpt" in sentence

@@ -62,6 +62,21 @@ def test_word_of_dashes_is_the_value_of_the_flag_before_it(dashes: str) -> None:
     assert parse("train_prm", f"--prm.placeholder_token {dashes}").prm.placeholder_token == dashes
 
 
+@pytest.mark.parametrize(
+    "line",
+    [
+        "-- --train.seed 7",
+        "--train.seed 7 --",
+        "--train.seed=7 -- --ds.packing_samples",
+        "--ds.packing_samples -- --train.seed 7",
+        "--packing_samples -- --seed 7 --",
+        "--adam.betas 0.9 0.95 -- --train.seed 7",
+    ],
+)
+def test_bare_dashes_that_no_flag_takes_as_a_value_are_ignored(line: str) -> None:
+    assert sft(line).train.seed == 7
+
+
 def test_all_linear_equals_the_default_target_modules() -> None:
     assert sft("--ds.lora.target_modules all-linear").ds.lora == SFTConfig().ds.lora
 
