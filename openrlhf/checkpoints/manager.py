@@ -355,9 +355,9 @@ class CheckpointManager:
         The finding is a failure if not even one checkpoint fits.
         """
         disk = disk_of(self.root)
-        kept = _total_size(
-            map(_files_of, self.checkpoints())
-        )  # freed as new checkpoints are written
+        # The files of kept checkpoints are removed as new checkpoints are written.
+        files_kept = map(_files_of, self.checkpoints())
+        kept = _total_size(files_kept)
         needed = min((self.max_num + 1) * size, self.max_bytes + size)
         fails = disk.free < size
         if not disk.total or not (fails or disk.free + kept < needed):

@@ -207,7 +207,8 @@ def main(socket_fd: int, memory_bytes: int, uid: int) -> None:
     """
     confinement.limit(resource.RLIMIT_CORE, 0)
     confinement.adopt_orphans()
-    owner = os.environ[sandbox.OWNER] = os.urandom(8).hex()
+    owner = os.urandom(8).hex()
+    os.environ[sandbox.OWNER] = owner
     if (child := os.fork()) == 0:
         os.setsid()  # signals that user code sends to its process group must not reach this process
         return run_user_code(socket.socket(fileno=socket_fd), memory_bytes, uid)

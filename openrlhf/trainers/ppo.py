@@ -175,9 +175,7 @@ class PPOTrainer:
         return metrics
 
     def adapt_kl(self, metrics: dict[str, Metric]) -> None:
-        """Adapt the KL coefficient to the KL of the step, and add the step's coefficient to
-        `metrics`.
-        """
+        """Add the step's KL coefficient to `metrics`, and adapt it to the KL of the step."""
         if "train/kl" in metrics:
             metrics["train/kl_coef"] = Last(self.maker.kl.coef)
             samples = int(metrics["rollout/num_samples"].value)
