@@ -9,6 +9,11 @@ from openrlhf.checks import Finding
 from openrlhf.rewards.checks import label_text, read_tests, word_bounds
 from openrlhf.rewards.protocol import shown
 
+_END_TOKEN = re.compile(
+    r"(</s>|<eos>|<end_of_turn>|<\|(?:im_end|eot_id|endoftext|end_of_text)\|>)\s*$"
+)
+_ANSWER_MARKERS = ("####", r"\boxed", r"\fbox")  # the grader reads the answer at the marker
+
 
 def math_answers(label: Any) -> list[str]:
     """Return a label's correct answers: its text or number, or every item if it is a list.
@@ -52,7 +57,7 @@ READERS: dict[str, Callable[[Any], Any]] = {
 def check_labels(
     verifier: str, labels: Sequence[Any], *, column: str, origin: Callable[[int], str]
 ) -> list[Finding]:
-    """Return a failure if a verifier cannot parse some of the labels.
+    """Return a failure if a verifier cannot parse some labels, or a notice about end tokens.
 
     The failure counts the labels that cannot be parsed and quotes the first such label. `origin`
     returns the dataset and row of the label at an index.
@@ -68,10 +73,33 @@ def check_labels(
             if not first:
                 first = f"{origin(number)}, column {column!r}: {error}"
     if not unreadable:
-        return []
+        return _end_tokens(verifier, labels, column=column, origin=origin)
     seen = (
         f"{unreadable} of {len(labels)} labels cannot be parsed, so answers to their prompts could "
         f"never be rewarded. First: {first}."
     )
     fix = "Remove or correct these rows, or choose a different column with --data.label_key."
     return [Finding(seen, fix, fails=True)]
+
+
+def _end_tokens(
+    verifier: str, labels: Sequence[Any], *, column: str, origin: Callable[[int], str]
+) -> list[Finding]:
+    """Return a notice if math labels end with an end-of-text token, which no answer matches."""
+    if verifier != "math":
+        return []
+    places: list[int] = []
+    for number, label in enumerate(labels):
+        text = label_text(label)
+        has_marker = any(marker in text for marker in _ANSWER_MARKERS)
+        if _END_TOKEN.search(text) and not has_marker:
+            places.append(number)
+    if not places:
+        return []
+    first = places[0]
+    seen = (
+        f"{len(places)} of {len(labels)} labels end with an end-of-text token. --reward.verifier "
+        "math grades responses without special tokens, so no answer matches these labels. First: "
+        f"{origin(first)}, column {column!r}: {shown(labels[first])}."
+    )
+    return [Finding(seen, "Remove the token from the labels.")]

@@ -61,6 +61,16 @@ def test_parsable_label_passes_the_check(verifier: str, label: Any) -> None:
     assert check_labels(verifier, [label], column="answer", origin=str) == []
 
 
+@pytest.mark.parametrize("end", ["<eos>", "</s>", "<|im_end|>\n"])
+def test_math_label_that_ends_with_an_end_token_is_reported(end: str) -> None:
+    labels = ["42", f"43{end}", rf"so \boxed{{42}}{end}", f"so\n#### 42{end}"]
+    [found] = check_labels("math", labels, column="answer", origin=lambda row: f"row {row}")
+    assert not found.fails
+    assert "1 of 4" in found.seen and "row 1, column 'answer'" in found.seen
+    grades = [grade_math("42", label) for label in labels[2:]]
+    assert (grade_math("43", labels[1]), grades) == (0.0, [1.0, 1.0])
+
+
 def test_any_answer_in_a_list_of_labels_is_accepted() -> None:
     assert [grade_math(rf"\boxed{{{answer}}}", [42, "43"]) for answer in (42, 43, 44)] == [
         1.0,
