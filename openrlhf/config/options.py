@@ -353,9 +353,9 @@ def yaml_content(file: str, text: str) -> Any:
     """
     import yaml  # slow to import and needed only with a file
 
-    loader = yaml.SafeLoader(text)
+    loader: Any = yaml.SafeLoader(text)
     loader.name = file  # the error shows it next to the line
-    root: Any = loader.get_single_node()
+    root = loader.get_single_node()
     if isinstance(root, yaml.MappingNode) and (repeated := list(_repeated_keys(root, ""))):
         raise ConfigError([f"{file}: {path} appears twice: remove one." for path in repeated])
     if root is None:
