@@ -127,7 +127,7 @@ class Reader:
         Sets `given` (without defaults), `notices` and `problems`.
         """
         old_names = legacy.aliases(self.flags)
-        names = [*self.by_spelling, *old_names]
+        names = ["config", *self.by_spelling, *old_names]
         groups: list[Group] = []
         for typed_name, words in _split_at_flags(argv):
             name = _full_name(typed_name, names)
@@ -340,9 +340,9 @@ def _value_counts(flag: Flag) -> tuple[int, ...]:
 def _full_name(prefix: str, names: Iterable[str]) -> str:
     """Return the only name that starts with a prefix, or the prefix if it is not unique."""
     candidates = [name for name in names if name.startswith(prefix)]
-    if len(candidates) == 1:
+    if prefix and len(candidates) == 1:
         return candidates[0]
-    return prefix
+    return prefix  # empty for the words before the first flag
 
 
 def yaml_content(file: str, text: str) -> Any:

@@ -10,7 +10,8 @@ from pathlib import Path
 import pytest
 
 from openrlhf.config import choices, plugins
-from openrlhf.config.options import ConfigError, parse_config
+from openrlhf.config.commands import Command
+from openrlhf.config.options import ConfigError, Reader, parse_config
 from openrlhf.config.ppo import PPOConfig
 from tests.config.commands import ppo, violations
 
@@ -71,6 +72,15 @@ def test_configuration_file_may_name_a_plugin_and_use_its_names(
     words = f"--config {file} --actor.model_name_or_path m {words}"
     config = parse_config(PPOConfig, words.split(), command="train_ppo_ray")
     assert (config.plugin, config.algo.advantage.estimator) == ((str(plugin),), "mine")
+
+
+def test_plugins_of_a_file_are_loaded_for_a_command_without_other_flags(
+    plugin: Path, tmp_path: Path
+) -> None:
+    file = tmp_path / "run.yaml"
+    file.write_text(f"plugin: {plugin}\n")
+    reader = Reader(Command, "").read(["--config", str(file)])
+    assert reader.given == {"plugin": (str(plugin),)}
 
 
 @pytest.mark.parametrize(
