@@ -36,8 +36,7 @@ def read_shape(path: str) -> ModelShape:
     """Read the shape of a model in a local folder or on the Hub, but not its weights.
 
     Headers are read only if config.json does not determine the weights of the architecture, and for
-    weights that process images, which are not counted without headers. Raises PlanError if the
-    model cannot be read.
+    weights that process images. Raises PlanError if the model cannot be read.
     """
     read = _reader(path)
     try:
@@ -47,8 +46,7 @@ def read_shape(path: str) -> ModelShape:
         if text_config(config).get("model_type") in FAMILIES:
             shape = shape_from_config(config, path)
             if "vision_config" in config:
-                with suppress(FileNotFoundError):
-                    shape = shape.with_vision(_headers(read))
+                shape = shape.with_vision(_headers(read))
             return shape
         try:
             headers = _headers(read)
