@@ -35,8 +35,9 @@ from benchmarks.memory_roles import (
 )
 from openrlhf.config.shared import DeepSpeedConfig
 from openrlhf.planning.constants import CPU, Constants
-from openrlhf.planning.memory import RoleMemory, predict_role
+from openrlhf.planning.memory import RoleMemory
 from openrlhf.planning.model_files import read_shape
+from openrlhf.planning.prediction import predict_role
 from openrlhf.planning.roles import ModelRole, Pass
 from openrlhf.planning.shapes import ModelShape
 from openrlhf.planning.usage import Instant, Usage

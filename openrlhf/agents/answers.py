@@ -1,6 +1,18 @@
 """The engine's responses to an agent, with vLLM's attribute names."""
 
+from array import array
+from collections.abc import Iterable
 from dataclasses import dataclass
+
+
+def packed(tokens: Iterable[int]) -> bytes:
+    """Return token ids as bytes, which take about a ninth of the memory of a list."""
+    return array("i", tokens).tobytes()
+
+
+def unpacked(data: bytes) -> list[int]:
+    """Return the token ids in the result of `packed`."""
+    return array("i", data).tolist()
 
 
 class EngineRefusal(ValueError):

@@ -4,7 +4,6 @@ The result is validated, and its token ids are matched with the engine's samples
 """
 
 import math
-from array import array
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from itertools import chain
@@ -12,6 +11,7 @@ from typing import Annotated, Any
 
 from pydantic import BaseModel, Field, ValidationError
 
+from openrlhf.agents.answers import packed
 from openrlhf.core.trajectory import Failure, TrajectoryBuilder
 from openrlhf.isolation.call import Asked, UserCodeError
 from openrlhf.rewards.protocol import RewardResult, numbers, read_rewards, shown
@@ -176,7 +176,7 @@ class _Samples:
         belong to another episode is used only if its prompt equals the tokens before `start`.
         """
         span = tokens[start:end]
-        before = array("i", tokens[:start]).tobytes()
+        before = packed(tokens[:start])
         matching: list[tuple[bool, bool, int, int]] = []
         for index, request in enumerate(self.unused):
             sampled = request.answer.tokens

@@ -3,12 +3,12 @@
 import asyncio
 import os
 import pickle
-from array import array
 from pathlib import Path
 from typing import Any
 
 from transformers import PreTrainedTokenizerBase
 
+from openrlhf.agents.answers import unpacked
 from openrlhf.agents.assembly import Assembled, EpisodeMistake, assemble
 from openrlhf.config.options import ConfigError
 from openrlhf.config.rollout import RolloutConfig, RuleConfig
@@ -111,7 +111,7 @@ class AgentEpisodes:
             if requested.seed in (None, params.seed):
                 requested.seed = spec.seed_of(prompt, index, turn)
             try:
-                tokens = array("i", question["prompt"]).tolist()
+                tokens = unpacked(question["prompt"])
                 [generation] = await generate(prompt, spec, tokens, [requested])
             except RequestRefused as refused:
                 return str(refused)
@@ -176,7 +176,7 @@ class AgentEpisodes:
         for request in asked:
             sample = request.answer
             if request.own and isinstance(sample, Generation):
-                builder = TrajectoryBuilder(array("i", request.question["prompt"]))
+                builder = TrajectoryBuilder(unpacked(request.question["prompt"]))
                 builder.append_action(sample.tokens, sample.logprobs, sample.weight_versions)
         message = str(error)
         if isinstance(error, EpisodeMistake):

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import inspect
 import pickle
-from array import array
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, fields
 from pathlib import Path
@@ -15,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 
 from pydantic import TypeAdapter, ValidationError
 
-from openrlhf.agents.answers import CompletionOutput, EngineRefusal, Logprob, RequestOutput
+from openrlhf.agents.answers import CompletionOutput, EngineRefusal, Logprob, RequestOutput, packed
 from openrlhf.agents.contract import AgentExecutorBase, ContractMistake
 from openrlhf.agents.old_steps import executor_of_step
 from openrlhf.isolation.loading import awaited, check_method, load_file, takes
@@ -71,7 +70,7 @@ class EngineProxy:
         params.max_tokens = min(room, params.max_tokens or room)
         params.min_tokens = min(params.min_tokens, params.max_tokens)
         # As bytes, because every question is kept until the episode ends.
-        question = {"prompt": array("i", prompt).tobytes(), "params": asdict(params)}
+        question = {"prompt": packed(prompt), "params": asdict(params)}
         generation: Generation | str = await self._ask(question)
         if isinstance(generation, str):
             raise EngineRefusal(generation)

@@ -93,8 +93,9 @@ def translate(groups: Iterable[Group], flags: Mapping[str, Flag]) -> Translation
         value = " ".join(words)
         old = name
         extra = value
-        if f"{name}={value}" in SWITCHES | IGNORED:
-            old = f"{name}={value}"
+        with_value = f"{name}={value}"
+        if with_value in SWITCHES or with_value in IGNORED:
+            old = with_value
             extra = ""
         path, _, new = SWITCHES.get(old, "").partition(" ")
         if name in known:

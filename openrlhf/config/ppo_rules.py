@@ -265,8 +265,9 @@ def device_violations(config: RLFlags) -> Iterator[str]:
 
 def _training_violations(config: RLFlags) -> Iterator[str]:
     """Yield violations of the rules for optimizers and for the second copy of the weights."""
+    roles = used_sections(config)
     for role in ("actor", "critic"):
-        if role not in used_sections(config):
+        if role not in roles:
             continue
         model = value_at(config, role)
         yield from training_rules.optimizer_violations(model, config.ds, f"{role}.")

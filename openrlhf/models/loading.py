@@ -113,9 +113,10 @@ def named_weights(model_class: Any, spec: LoadSpec, **more: Any) -> StoredWeight
     Prints notices about unused weights, and about experts without adapters. Returns None for a
     quantized model, because only its own loader can match the names of its weights.
     """
-    if getattr(configuration(spec), "quantization_config", None):
+    config = configuration(spec)
+    if getattr(config, "quantization_config", None):
         if isinstance(spec.ds, DeepSpeedConfig):  # other commands may leave the model to an engine
-            reject_quantized(spec)
+            reject_quantized(spec, config)
         return None
     model, stored = read_model(
         model_class, spec, device_map="meta", trust_remote_code=spec.trust_remote_code, **more
@@ -286,9 +287,9 @@ def require_balanced_experts(hf: PreTrainedModel) -> None:
         )
 
 
-def reject_quantized(spec: LoadSpec) -> None:
+def reject_quantized(spec: LoadSpec, config: Any) -> None:
     """Raise ModelError for a model that is stored quantized, except in 4 bits for QLoRA."""
-    stored = getattr(configuration(spec), "quantization_config", None) or {}
+    stored = getattr(config, "quantization_config", None) or {}
     method = stored.get("quant_method")
     if not method:
         return
@@ -323,7 +324,7 @@ def pretrained_options(spec: LoadSpec) -> dict[str, Any]:
 
     Raises ModelError for a model that is stored quantized.
     """
-    reject_quantized(spec)
+    reject_quantized(spec, configuration(spec))
     dtype = DTYPES[spec.ds.param_dtype]
     attention = spec.ds.attn_implementation
     if spec.ds.packing_samples and attention == "sdpa":

@@ -10,8 +10,8 @@ from openrlhf.config.supervised import SupervisedConfig
 from openrlhf.planning.cluster import Cluster
 from openrlhf.planning.constants import CPU, CUDA, Constants
 from openrlhf.planning.engines import predict_engine, smallest_engine
-from openrlhf.planning.memory import drive_bytes, machine_bytes, predict_role
 from openrlhf.planning.offline_roles import offline_roles
+from openrlhf.planning.prediction import drive_bytes, machine_bytes, predict_role
 from openrlhf.planning.roles import Hosts
 from openrlhf.planning.usage import Instant, Usage, gib
 

@@ -8,7 +8,7 @@ from itertools import pairwise
 import pytest
 
 from openrlhf.planning.constants import CPU, CUDA, Constants
-from openrlhf.planning.memory import drive_bytes, predict_host, predict_role
+from openrlhf.planning.prediction import drive_bytes, predict_host, predict_role
 from openrlhf.planning.roles import ModelRole, Pass
 from openrlhf.planning.shapes import shape_from_config
 from openrlhf.planning.usage import Instant, Usage

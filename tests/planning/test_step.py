@@ -10,7 +10,8 @@ from dataclasses import replace
 import pytest
 
 from openrlhf.planning.constants import CPU, CUDA
-from openrlhf.planning.memory import RoleMemory, predict_role
+from openrlhf.planning.memory import RoleMemory
+from openrlhf.planning.prediction import predict_role
 from openrlhf.planning.roles import ModelRole, Pass
 from openrlhf.planning.shapes import shape_from_config
 from openrlhf.planning.usage import Instant

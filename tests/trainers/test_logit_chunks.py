@@ -11,6 +11,7 @@ from torch import nn
 from openrlhf.algorithms import tensors
 from openrlhf.config.shared import DeepSpeedConfig
 from openrlhf.observability.metrics import values
+from openrlhf.trainers.tasks import OfflineTask
 from tests.allocations import LargestTensor
 from tests.tiny import SIZES, save_tiny_model
 from tests.trainers.offline_job import rows_of, task_of
@@ -41,16 +42,23 @@ def models(tmp_path_factory: pytest.TempPathFactory) -> tuple[str, str]:
     )
 
 
+def loaded(
+    name: str, models: tuple[str, str], ds: DeepSpeedConfig
+) -> tuple[OfflineTask[Any, Any, Any], nn.Module, Any]:
+    """Return a task with its frozen models, the model to train, and a micro-batch."""
+    task = task_of(name, *models, ds)
+    frozen: dict[str, Any] = {flag: Frozen(load()) for flag, load in task.frozen_models().items()}
+    task.frozen = frozen
+    micro = task.collate([*rows_of(name, 0), *rows_of(name, 1)])
+    return task, task.load_model().train(), micro
+
+
 def loss_and_gradients(
     name: str, models: tuple[str, str], monkeypatch: pytest.MonkeyPatch, rows: int
 ) -> tuple[dict[str, Any], int, int]:
     """Return the loss and the gradients, the largest tensor's size, and the number of logits."""
     ds = DeepSpeedConfig(param_dtype="fp32", packing_samples=True, attn_implementation="sdpa")
-    task = task_of(name, *models, ds)
-    model = task.load_model().train()
-    frozen: dict[str, Any] = {flag: Frozen(load()) for flag, load in task.frozen_models().items()}
-    task.frozen = frozen
-    micro = task.collate([*rows_of(name, 0), *rows_of(name, 1)])
+    task, model, micro = loaded(name, models, ds)
     counts = task.counts(micro)
     monkeypatch.setattr(tensors, "CHUNK_LOGITS", rows * VOCABULARY)
     with LargestTensor() as largest:

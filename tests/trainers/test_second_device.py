@@ -19,7 +19,7 @@ from openrlhf.trainers.tasks import OfflineTask
 from tests.second_device import DEVICE, Elsewhere, SecondDevice, move
 from tests.tiny import save_tiny_model
 from tests.trainers.offline_job import rows_of, task_of
-from tests.trainers.test_logit_chunks import Frozen
+from tests.trainers.test_logit_chunks import loaded
 
 TASKS = [
     "sft",
@@ -62,15 +62,11 @@ def test_loss_and_gradients_on_a_second_device_equal_those_on_the_cpu(
     name: str, packing: bool, models: tuple[str, str]
 ) -> None:
     ds = DeepSpeedConfig(param_dtype="fp32", packing_samples=packing, attn_implementation="sdpa")
-    task = task_of(name, *models, ds)
-    model = task.load_model().train()
-    frozen: dict[str, Any] = {flag: Frozen(load()) for flag, load in task.frozen_models().items()}
-    task.frozen = frozen
-    micro = task.collate([*rows_of(name, 0), *rows_of(name, 1)])
+    task, model, micro = loaded(name, models, ds)
     expected = backward(task, model, micro)
     gradients = {key: weight.grad for key, weight in model.named_parameters()}
     with SecondDevice():
-        for teacher in frozen.values():
+        for teacher in task.frozen.values():
             move(teacher.module)
         found = backward(task, move(model), micro.to(DEVICE))
     assert found == pytest.approx(expected, rel=1e-5)
