@@ -18,6 +18,7 @@ from openrlhf.config.options import parse_config
 from openrlhf.config.ppo import PPOConfig
 from openrlhf.config.shared import CheckpointConfig
 from openrlhf.config.supervised import SFTConfig
+from openrlhf.training.ds_config import training_config
 from tests.config.commands import ROOTS, SMALLEST, parse, ppo, sft, violations
 
 Explicit = frozenset[str]
@@ -411,6 +412,14 @@ def test_samples_are_seeded_without_a_gpu(gpu_machine: Any) -> None:
     assert ppo("--rollout.seeded off").rollout.seeded == "off"
     gpu_machine(8)
     assert resolved(rl())[0].rollout.seeded == "off"
+
+
+def test_second_copy_of_the_weights_has_no_effect_below_zero_3() -> None:
+    config, notices = resolved(rl(ds__zpg=30, ds__tensor_parallel_size=4), "ds.zpg")
+    assert config.ds.ranks_per_copy == 1
+    assert "zero_hpz_partition_size" not in str(training_config(config.ds, max_norm=1.0, ranks=4))
+    assert "--ds.zpg: no effect without --ds.zero_stage 3." in notices
+    assert resolved(rl(ds__zpg=8, ds__zero_stage=3))[0].ds.ranks_per_copy == 8
 
 
 def test_engines_sleep_only_if_they_share_devices() -> None:

@@ -188,7 +188,6 @@ BROKEN: list[tuple[str, str, str]] = [
     (SFT, "--ckpt.max_num 0 --ckpt.save_steps 5",
      "--ckpt.max_num 0 deletes the checkpoints of --ckpt.save_steps 5"),
     (RL, "--ckpt.max_num -1", "--ckpt.max_num is -1, but it must be at least 0"),
-    (SFT, "--ds.zpg 2", "--ds.zpg 2 needs --ds.zero_stage 3"),
     (SFT, "--ds.zpg 2 --ds.zero_stage 3", "--ds.zpg 2 does not divide the 1 rank(s)"),
     (RL, "--ds.zpg 2 --ds.zero_stage 3 --actor.num_gpus_per_node 3",
      "--ds.zpg 2 does not divide the 3 rank(s) (--actor.num_nodes 1 x"),
