@@ -151,6 +151,16 @@ class Plan:
         return all(pool.holds_weights for pool in self.pools)
 
     @property
+    def host_bytes(self) -> int:
+        """CPU memory for offloaded state, if every pool has devices on the same machine."""
+        return sum(pool.host_bytes for pool in self.pools)
+
+    @property
+    def drive_bytes(self) -> int:
+        """Space on a machine's drive, if every pool has devices on the same machine."""
+        return sum(pool.drive_bytes for pool in self.pools)
+
+    @property
     def tightest(self) -> Pool:
         """The memory pool with the least spare memory."""
         return min(self.pools, key=lambda pool: pool.room)

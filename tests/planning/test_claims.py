@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 
+from openrlhf.config import machine
 from openrlhf.config.planning import PlanConfig
 from openrlhf.launch.plan_command import print_plan
 from openrlhf.planning import advice
@@ -104,6 +105,47 @@ def test_advice_for_7b_model_on_four_24_gb_devices_offloads_the_optimizer(
     assert found
     assert found.flags["ds.adam_offload"]
     assert found.plan.fits
+
+
+def test_advice_for_offload_has_an_alternative_on_a_drive(
+    models: dict[str, str], capsys: pytest.CaptureFixture[str]
+) -> None:
+    """7.6 billion weights of 20 bytes on the drive, and of 2 more with offloaded weights."""
+    words = ["--model.model_name_or_path", models["qwen2.5-7b"]]
+    print_plan(PlanConfig(command="sft", cluster="4x24GB"), words)
+    [line] = [line for line in capsys.readouterr().out.splitlines() if "NVMe" in line]
+    assert "--ds.zero_stage 3 --ds.nvme_path /mnt/nvme. " in line
+    assert "142 GiB" in line and "adam_offload" not in line
+    print_plan(PlanConfig(command="sft", cluster="1x24GB"), words)
+    [line] = [line for line in capsys.readouterr().out.splitlines() if "NVMe" in line]
+    assert "--ds.param_offload nvme" in line and "156 GiB" in line
+
+
+def test_drive_is_advised_on_a_cpu_machine_after_cheaper_changes(
+    configure: Configure, plan: MakePlan
+) -> None:
+    line = "sft --model.model_name_or_path {llama2-7b}"
+    for cluster, has_drive in (("cpu-256GB", False), ("cpu-64GB", True)):
+        config = configure(line, cluster)
+        found = advice.nearest_fit(config, parse_cluster(cluster))
+        assert found
+        assert ("ds.nvme_path" in found.flags) == has_drive
+        assert (found.plan.drive_bytes > 0) == has_drive
+        assert "ds.lora.rank" not in found.flags
+        assert plan(f"{line} {found.typed(config)}", cluster).fits
+    large = configure("sft --model.model_name_or_path {llama2-70b}", "cpu-64GB")
+    found = advice.nearest_fit(large, parse_cluster("cpu-64GB"))
+    assert found and found.flags["ds.load_in_4bit"] and found.plan.drive_bytes == 0
+
+
+def test_plan_for_a_cluster_does_not_need_the_memory_of_this_machines_gpus(
+    models: dict[str, str], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(machine, "cluster_gpus", 8)
+    monkeypatch.setattr(machine, "gpu_memory", lambda: None)
+    words = ["--model.model_name_or_path", models["qwen2.5-7b"], "--ds.zero_stage", "3"]
+    print_plan(PlanConfig(command="sft", cluster="8xH200"), words)
+    assert "Memory plan for 8 x H200" in capsys.readouterr().out
 
 
 def test_plan_with_the_advised_flags_fits(
