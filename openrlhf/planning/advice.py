@@ -115,8 +115,9 @@ class Search:
     def fewest(self, changes: Sequence[Change], *, thorough: bool) -> Sequence[Change] | None:
         """Return a small set of changes that, at full strength, make the run fit, or None."""
         if thorough:
+            # `combinations` of the reversed list, reversed, orders pairs by their costlier change.
             for count in (1, 2):
-                for some in combinations(changes, count):
+                for some in reversed([*combinations(reversed(changes), count)]):
                     if self.trial([change[-1] for change in some]):
                         return some
         chosen = list(changes)

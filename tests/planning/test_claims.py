@@ -12,6 +12,7 @@ from openrlhf.planning.cluster import parse_cluster
 from openrlhf.planning.engines import cache_bytes_per_token
 from openrlhf.planning.roles import EngineRole
 from openrlhf.planning.shapes import shape_from_config
+from openrlhf.planning.table import summary
 from openrlhf.planning.usage import Instant
 from openrlhf.units import GIB
 from tests.planning.conftest import Configure, MakePlan
@@ -136,6 +137,21 @@ def test_drive_is_advised_on_a_cpu_machine_after_cheaper_changes(
     large = configure("sft --model.model_name_or_path {llama2-70b}", "cpu-64GB")
     found = advice.nearest_fit(large, parse_cluster("cpu-64GB"))
     assert found and found.flags["ds.load_in_4bit"] and found.plan.drive_bytes == 0
+
+
+def test_advice_prefers_pairs_of_cheap_changes_to_offload(configure: Configure) -> None:
+    config = configure("sft --model.model_name_or_path {qwen2.5-7b}", "8xA100-40GB")
+    found = advice.nearest_fit(config, parse_cluster("8xA100-40GB"))
+    assert found
+    assert set(found.flags) == {"model.gradient_checkpointing_enable", "ds.zero_stage"}
+
+
+def test_plan_that_exceeds_only_the_reserve_states_it(plan: MakePlan) -> None:
+    line = f"sft --model.model_name_or_path {{codellama-34b}} {FULL}"
+    [pool] = plan(line, "8xA100-80GB").pools
+    assert not pool.fits and pool.total(pool.peak) < pool.capacity
+    assert "free, because predictions" in summary(plan(line, "8xA100-80GB"))
+    assert "free, because predictions" not in summary(plan(line, "8xA100-40GB"))
 
 
 def test_plan_for_a_cluster_does_not_need_the_memory_of_this_machines_gpus(
