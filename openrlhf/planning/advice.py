@@ -115,9 +115,10 @@ class Search:
     def fewest(self, changes: Sequence[Change], *, thorough: bool) -> Sequence[Change] | None:
         """Return a small set of changes that, at full strength, make the run fit, or None."""
         if thorough:
-            # `combinations` of the reversed list, reversed, orders pairs by their costlier change.
             for count in (1, 2):
-                for some in reversed([*combinations(reversed(changes), count)]):
+                # ordered by the most expensive change
+                for places in sorted(combinations(range(len(changes)), count), key=max):
+                    some = [changes[place] for place in places]
                     if self.trial([change[-1] for change in some]):
                         return some
         chosen = list(changes)

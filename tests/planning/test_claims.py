@@ -140,8 +140,8 @@ def test_drive_is_advised_on_a_cpu_machine_after_cheaper_changes(
 
 
 def test_advice_prefers_pairs_of_cheap_changes_to_offload(configure: Configure) -> None:
-    config = configure("sft --model.model_name_or_path {qwen2.5-7b}", "8x32GB")
-    found = advice.nearest_fit(config, parse_cluster("8x32GB"))
+    config = configure("sft --model.model_name_or_path {qwen2.5-7b}", "8x39GB")
+    found = advice.nearest_fit(config, parse_cluster("8x39GB"))
     assert found
     assert set(found.flags) == {"model.gradient_checkpointing_enable", "ds.zero_stage"}
 
