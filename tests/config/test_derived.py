@@ -594,3 +594,19 @@ def test_checkpoint_flags_have_an_effect_only_if_the_run_writes_checkpoints(
 ) -> None:
     parse(command, f"{line} --ckpt.save_hf")
     assert ("--ckpt.save_hf: no effect" in capsys.readouterr().err) != writes
+
+
+@pytest.mark.parametrize(
+    ("flags", "prompts"),
+    [
+        ("--rollout.batch_size 8", 128),
+        ("--rollout.batch_size 8 --rollout.vllm_generate_batch_size 8", 128),
+        ("--rollout.batch_size 16 --rollout.n_samples_per_prompt 4", 32),
+        ("--rollout.batch_size 8 --train.batch_size 8 --train.micro_batch_size 1", 8),
+    ],
+)
+def test_rollout_grows_to_one_full_optimizer_step(flags: str, prompts: int) -> None:
+    config = ppo(f"{flags} --rollout.micro_batch_size 1")
+    assert config.rollout.batch_size == prompts
+    assert config.rollout.vllm_generate_batch_size == prompts
+    assert config.updates_of(config.rollout.batch_size) == 1

@@ -122,7 +122,9 @@ BROKEN: list[tuple[str, str, str]] = [
      "--rollout.replay_dir gone is not a folder on this machine: write one with"),
     (RL, "--algo.kl.target 0.1 --algo.kl.init_coef 0",
      "--algo.kl.target 0.1 needs the KL to the reference"),
-    (RL, "--rollout.batch_size 4", "4 samples are not a multiple of --train.batch_size 128"),
+    (RL, "--rollout.batch_size 48", "48 samples are not a multiple of --train.batch_size 128"),
+    (RL, f"{GROUPS} --rollout.batch_size 100 --train.batch_size 64",
+     "Set --rollout.batch_size 128 (256 samples), or change --train.batch_size"),
     (RL, f"{GROUPS} --rollout.batch_size 100 --train.batch_size 64",
      "--rollout.batch_size 100 x --rollout.n_samples_per_prompt 2 = 200 samples "
      "are not a multiple of --train.batch_size 64"),
@@ -333,6 +335,7 @@ WHOLE_LINES: list[tuple[str, str, str]] = [
      "--model.model_name_or_path tests/none is loaded from the Hub"),
     (SFT, "--optim muon", "--muon.lr 0.02 is the default, a rate for training from scratch"),
     (RL, "--actor.optim muon", "--actor.muon.lr 0.02 is the default"),
+    (RL, "--rollout.batch_size 8", "To step after every 8 prompts, set --train.batch_size 8."),
     (RL, "--critic.optim muon --algo.advantage.estimator gae",
      "--critic.muon.lr 0.02 is the default"),
     (SFT, "--optim adam_8bit", "--optim adam_8bit needs the package bitsandbytes"),
