@@ -250,6 +250,18 @@ def test_devices_that_share_a_key_value_head_each_cache_that_head() -> None:
         assert cache_bytes_per_token(engine) == head * expected
 
 
+def test_latent_attention_caches_one_vector_for_all_heads() -> None:
+    """DeepSeek-V3, arXiv:2412.19437: 512 compressed elements and 64 of the key, in 61 layers."""
+    config = MODELS["llama2-7b"] | {
+        "num_hidden_layers": 61,
+        "kv_lora_rank": 512,
+        "qk_rope_head_dim": 64,
+    }
+    for tp in (1, 8):
+        engine = EngineRole(shape=shape_from_config(config), tp=tp, devices=tp)
+        assert cache_bytes_per_token(engine) == 61 * 576 * 2
+
+
 def test_engines_on_their_own_devices_get_a_smaller_memory_share(configure: Configure) -> None:
     line = (
         "ppo --actor.model_name_or_path {llama2-70b} --algo.advantage.estimator reinforce "
