@@ -310,8 +310,8 @@ class LMDeepSpeedConfig(DeepSpeedConfig):
     """DeepSpeed and loading of a language model."""
 
     use_liger_kernel: bool = switch(
-        "Load the model with Liger's fused kernels.",
-        not_yet="logits are computed in chunks without it, so leave it out",
+        "No effect: logits computed in chunks already save the memory that Liger saves.",
+        obsolete=True,
     )
 
 
