@@ -281,10 +281,11 @@ def mentions(text: str, paths: Iterable[str]) -> bool:
 def convert(flag: Flag, raw: Any) -> Any:
     """Convert command-line words, or a value from a YAML file, to the type of a flag.
 
-    A leading ~ in a path is expanded to the home folder. Raises ConfigError with a message that
+    An empty text, as an unset shell variable leaves it, is None for flags that accept None. A
+    leading ~ in a path is expanded to the home folder. Raises ConfigError with a message that
     names the flag.
     """
-    if raw is None and flag.optional:
+    if raw in (None, "") and flag.optional:
         return None
     match flag.shape:
         case "switch":

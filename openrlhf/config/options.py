@@ -217,6 +217,8 @@ class Reader:
                     "command line."
                 )
             self.given[flag.path] = convert(flag, value)
+            if value == "" and flag.optional:
+                self.notices.append(f"{source}{flag.name} is empty, which means no value.")
         except ConfigError as error:
             self.problems.append(f"{source}{error}")
             self.doubtful.add(flag.path)
@@ -228,12 +230,17 @@ class Reader:
             self.problems.append(self._unknown(f"--{name}"))
             return
         counts = _value_counts(flag)
+        is_empty = words == [""]  # as an unset shell variable leaves it
+        if is_empty and flag.shape in ("list", "switch"):
+            words = []
         if flag.shape == "list":
             typed[flag.path] = [*typed.get(flag.path, []), *words]
         elif flag.shape == "switch" and words:
             self.problems.append(takes_no_value(flag.name, words))
         elif flag.shape == "switch":
             typed[flag.path] = flag.switches[f"--{name}"]
+        elif is_empty and flag.optional:
+            typed[flag.path] = ""
         elif len(words) not in counts:
             found = " ".join(words) or "nothing"
             allowed = " or ".join(map(str, counts))

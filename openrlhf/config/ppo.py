@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from typing import Any, Self
 
 from openrlhf.config import machine, ppo_notices, ppo_rules, rules
-from openrlhf.config.flags import value_at
+from openrlhf.config.flags import amend, value_at
 from openrlhf.config.groups import used_sections
 from openrlhf.config.learning import RLFlags
 from openrlhf.config.rollout import RolloutConfig, VLLMConfig
@@ -56,6 +56,24 @@ def learning_values(config: RLFlags) -> dict[str, Any]:
     if config.rollout.only:
         values["ckpt.load_enable"] = False
     values["train.max_staleness"] = config.train.max_staleness or config.train.async_queue_size
+    return values
+
+
+def full_step_values(config: RLFlags) -> dict[str, Any]:
+    """Return the sizes of a rollout that fills an optimizer step, keyed by flag path.
+
+    Several small rollouts that fill one step come from the same policy, as does one rollout with
+    all their prompts. Empty if the sizes need no change or if no number of rollouts fills a step.
+    """
+    train, rollout = config.train, config.rollout
+    if rollout.only or rollout.replay_dir or not 0 < config.samples < train.batch_size:
+        return {}
+    if train.batch_size % config.samples:
+        return {}
+    prompts = train.batch_size // rollout.n_samples_per_prompt
+    values: dict[str, Any] = {"rollout.batch_size": prompts}
+    if at_once := rollout.vllm_generate_batch_size:
+        values["rollout.vllm_generate_batch_size"] = max(at_once, prompts)
     return values
 
 
@@ -109,7 +127,9 @@ class PPOConfig(RLFlags):
 
     def derived_values(self) -> dict[str, Any]:
         """Return the values derived from the RL flags, keyed by flag path."""
-        return group_sizes(self) | learning_values(self) | rollout_values(self)
+        sizes = full_step_values(self)
+        config = amend(self, sizes)
+        return sizes | group_sizes(config) | learning_values(config) | rollout_values(config)
 
     def notices(self) -> Iterator[str]:
         """Yield notices about this resolved configuration."""

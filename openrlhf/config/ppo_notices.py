@@ -28,6 +28,15 @@ def step_notices(config: RLFlags) -> Iterator[str]:
     """Yield notices about processes, optimizer steps, and what the run skips."""
     train, rollout, evaluation = config.train, config.rollout, config.eval
     yield from single_process_notices(config)
+    asked = config.given.get("rollout.batch_size", rollout.batch_size)
+    if asked != rollout.batch_size:
+        samples = asked * rollout.n_samples_per_prompt
+        yield (
+            f"--rollout.batch_size {asked} gives {samples} samples, fewer than the "
+            f"{train.batch_size} of an optimizer step (--train.batch_size), so each iteration "
+            f"generates {rollout.batch_size} prompts and takes one full step. To step after every "
+            f"{asked} prompts, set --train.batch_size {samples}."
+        )
     if rollout.only:
         yield "With --rollout.only, the run does not train, evaluate or save a model."
     else:

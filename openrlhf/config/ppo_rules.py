@@ -1,5 +1,6 @@
 """RL rules by topic. See the module `rules` for the definition of a rule."""
 
+import math
 import os
 from collections.abc import Iterator
 
@@ -229,9 +230,13 @@ def batch_violations(config: RLFlags) -> Iterator[str]:
         return
     product = f"<rollout.batch_size> x <rollout.n_samples_per_prompt> = {samples} samples"
     if samples % max(1, train.batch_size):
+        per_prompt = rollout.n_samples_per_prompt
+        unit = train.batch_size // math.gcd(train.batch_size, per_prompt)
+        prompts = math.ceil(rollout.batch_size / unit) * unit
         yield (
-            f"{product} are not a multiple of <train.batch_size>: change one of them so that "
-            "every optimizer step is full."
+            f"{product} are not a multiple of <train.batch_size>, so not every optimizer step is "
+            f"full. Set --rollout.batch_size {prompts} ({prompts * per_prompt} samples), or change "
+            "--train.batch_size."
         )
     ranks = config.data_slices
     micro = train.micro_batch_size

@@ -249,6 +249,11 @@ class DeepSpeedConfig(LoadingConfig):
         return self.adam_offload or self.nvme_path is not None
 
     @property
+    def ranks_per_copy(self) -> int:
+        """The number of ranks that together keep a second copy of the weights; 1 for no copy."""
+        return self.zpg if self.zero_stage == 3 else 1
+
+    @property
     def sleeps(self) -> bool:
         """True if the training state is kept in CPU memory between updates."""
         return False
@@ -289,6 +294,8 @@ class DeepSpeedConfig(LoadingConfig):
         """Yield the flags that have no effect with the current settings."""
         if self.zero_stage not in (2, 3):
             yield Unused(["overlap_comm"], "without --zero_stage 2 or 3")
+        if self.zero_stage != 3:
+            yield Unused(["zpg"], "without --zero_stage 3")
 
 
 class ScalarHeadConfig(Section):
@@ -303,8 +310,8 @@ class LMDeepSpeedConfig(DeepSpeedConfig):
     """DeepSpeed and loading of a language model."""
 
     use_liger_kernel: bool = switch(
-        "Load the model with Liger's fused kernels.",
-        not_yet="logits are computed in chunks without it, so leave it out",
+        "No effect: logits computed in chunks already save the memory that Liger saves.",
+        obsolete=True,
     )
 
 

@@ -83,10 +83,8 @@ def partition_violations(ds: DeepSpeedConfig, ranks: int, *, what: str) -> Itera
 
     For messages, `what` describes where `ranks` comes from.
     """
-    if ds.zpg <= 1:
+    if ds.ranks_per_copy == 1:
         return
-    if ds.zero_stage != 3:
-        yield "<ds.zpg> needs --ds.zero_stage 3."
     if ds.tensor_parallel_size > 1:
         yield (
             "<ds.zpg> cannot be combined with <ds.tensor_parallel_size>, because neighboring ranks "

@@ -20,7 +20,6 @@ STACK = "Install versions of torch and vLLM that docs/gpu.md lists."
 # Optional packages, each with the module to import and the flags that need it.
 OPTIONAL = {
     "flash-attn": ("flash_attn", "--ds.attn_implementation flash_attention_2"),
-    "liger-kernel": ("liger_kernel", "--ds.use_liger_kernel"),
     "bitsandbytes": ("bitsandbytes", "--ds.load_in_4bit or --optim adam_8bit"),
     "wandb": ("wandb", "--logger.wandb.key"),
 }

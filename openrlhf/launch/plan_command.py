@@ -33,8 +33,9 @@ LOCAL_PPO = {"train_ppo": StageCommand("train_ppo", LocalPPOConfig)}
 
 def print_plan(config: PlanConfig, words: Sequence[str]) -> None:
     """Print the plan of the training command whose flags are `words`."""
-    cluster = this_machine()
-    if config.cluster:
+    if config.cluster is None:
+        cluster = this_machine()
+    else:
         cluster = parse_cluster(config.cluster, free_bytes=machine.free_memory())
     planned = planned_config(config.command, words, cluster)
     plan = make_plan(planned, cluster)
@@ -44,7 +45,7 @@ def print_plan(config: PlanConfig, words: Sequence[str]) -> None:
         lines += ["", FEWER_DEVICES]
     elif not plan.fits:
         nearest = advice.nearest_fit(planned, cluster)
-        lines += ["", *advised(planned, nearest)]
+        lines += ["", *advised(planned, cluster, nearest)]
         found["nearest"] = nearest and dict(nearest.flags)
     if config.speed:
         estimate = step_lines(planned, cluster)

@@ -71,7 +71,8 @@ def memory_findings(config: Any, plan: Plan | None) -> list[Finding]:
     """
     if plan is None or plan.fits or plan.shortage:
         return []
-    fix = " ".join(advised(config, advice.nearest_fit(config, plan.cluster, thorough=False)))
+    nearest = advice.nearest_fit(config, plan.cluster, thorough=False)
+    fix = " ".join(advised(config, plan.cluster, nearest))
     return [Finding(table.summary(plan), fix, fails=not plan.holds_weights)]
 
 
@@ -96,9 +97,7 @@ def drive_findings(ds: DeepSpeedConfig, plan: Plan | None) -> list[Finding]:
     if kind in ("tmpfs", "ramfs"):
         seen = f"{flag} is in memory ({kind}), so offloading to it frees no memory."
         return [Finding(seen, f"{other} Or use --ds.adam_offload instead.", fails=fails)]
-    needed = 0
-    if plan:
-        needed = sum(pool.drive_bytes for pool in plan.pools)
+    needed = plan.drive_bytes if plan else 0
     free = disk_of(folder).free
     if needed <= free:
         return []
@@ -110,7 +109,7 @@ def drive_findings(ds: DeepSpeedConfig, plan: Plan | None) -> list[Finding]:
     return [Finding(seen, "Free some space, or use a larger drive or more machines.", fails=fails)]
 
 
-def advised(config: Any, nearest: advice.Advice | None) -> Iterator[str]:
+def advised(config: Any, cluster: Cluster, nearest: advice.Advice | None) -> Iterator[str]:
     """Yield sentences that describe the nearest settings with which the run fits."""
     if nearest is None:
         yield (
@@ -118,9 +117,27 @@ def advised(config: Any, nearest: advice.Advice | None) -> Iterator[str]:
             "or larger devices."
         )
         return
-    pool = nearest.plan.tightest
+    plan = nearest.plan
+    pool = plan.tightest
     peak = pool.total(pool.peak)
     yield f"The run fits with {nearest.typed(config)}"
     yield f"(peak {gib(peak)} of {gib(pool.capacity)} in {pool.peak})."
-    if pool.host_bytes:
-        yield f"These settings need {gib(pool.host_bytes)} of CPU memory per machine."
+    if plan.drive_bytes:
+        yield f"{_drive_needs(plan)} These settings are slow."
+    if not plan.host_bytes:
+        return
+    yield f"These settings need {gib(plan.host_bytes)} of CPU memory per machine."
+    drive = advice.on_drive(config, cluster, nearest)
+    if drive:
+        yield (
+            "If a machine has less, keep the state on an NVMe drive, which is slower: "
+            f"{drive.typed(config)}. {_drive_needs(drive.plan)}"
+        )
+
+
+def _drive_needs(plan: Plan) -> str:
+    """Return a sentence about the drive and the CPU memory that a plan needs."""
+    needs = f"{gib(plan.drive_bytes)} of space on a drive"
+    if plan.host_bytes:
+        needs += f" and {gib(plan.host_bytes)} of CPU memory"
+    return f"These settings need {needs} per machine; replace {advice.DRIVE} with your folder."

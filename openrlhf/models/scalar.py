@@ -18,6 +18,7 @@ from openrlhf.models.backbone import HeadedModel, Outputs
 from openrlhf.models.head import OutputHead
 from openrlhf.models.loading import LoadSpec, ModelError, configuration, end_tokens
 from openrlhf.models.weights import StoredWeights, require_finite
+from openrlhf.reporting import notice
 
 NATIVE_HEAD = "score"  # Transformers' name for the head
 
@@ -135,8 +136,8 @@ def check_is_scalar(
 ) -> None:
     """Raise ModelError unless the folder contains a complete reward model.
 
-    With `normalize`, its configuration must also have the mean and standard deviation. Reads only
-    the names and sizes of the weights.
+    With `normalize`, prints a notice if its configuration has no mean and standard deviation. Reads
+    only the names and sizes of the weights.
     """
     config, declared = _configuration(spec, head_prefix)
     architectures = config.architectures or []
@@ -146,10 +147,10 @@ def check_is_scalar(
             "one trained by train_rm."
         )
     if normalize and "std" not in config.to_dict():
-        raise ModelError(
-            f"{spec.path} has no mean and standard deviation of its rewards, which "
-            "--reward.normalize_enable requires. Use a reward model trained by train_rm, which "
-            "stores them, or drop --reward.normalize_enable."
+        notice(
+            f"--reward.normalize_enable changes nothing for {spec.path}, which has no stored mean "
+            "and standard deviation of its rewards. Its rewards are used as they are. train_rm "
+            "stores both."
         )
     check_scalar_weights(spec, head_prefix=head_prefix, require_head=True)
 

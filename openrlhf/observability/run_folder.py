@@ -22,6 +22,7 @@ import json
 import time
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import ExitStack, suppress
+from mmap import ACCESS_READ, mmap
 from pathlib import Path
 from textwrap import indent
 from typing import Any
@@ -68,8 +69,7 @@ class RunFolder:
             self.earlier = set_aside(self.path)
         else:
             for name in (METRICS, SAMPLES, NOTICES):
-                file = self.path / name
-                write_atomically(file, _lines_up_to(resume_step, file))
+                cut_after(resume_step, self.path / name)
         self.logs = (self.path / LOGS).absolute()
         self.logs.mkdir(exist_ok=True)
         self._metrics = LogFile(self.path / METRICS)
@@ -188,14 +188,21 @@ def read_lines(path: Path) -> Iterator[dict[str, Any]]:
     """
     if not path.exists():
         return
-    with path.open(encoding="utf-8", errors="replace", newline="\n") as file:
+    with path.open("rb") as file:
         for line in file:
-            with suppress(json.JSONDecodeError):
-                match json.loads(line):
-                    case {"step": int()} as row:
-                        yield row
-                    case _:
-                        pass
+            if row := _row(line):
+                yield row
+
+
+def _row(line: bytes) -> dict[str, Any] | None:
+    """Return the row in a line, or None if the line is incomplete or has no step."""
+    with suppress(json.JSONDecodeError):
+        match json.loads(line.decode(errors="replace")):
+            case {"step": int()} as row:
+                return row
+            case _:
+                pass
+    return None
 
 
 def read_notices(folder: Path) -> list[str]:
@@ -203,7 +210,23 @@ def read_notices(folder: Path) -> list[str]:
     return [row["notice"] for row in read_lines(folder / NOTICES)]
 
 
-def _lines_up_to(step: int, file: Path) -> Iterator[str]:
-    for row in read_lines(file):
-        if row["step"] <= step:
-            yield json_line(row)
+def cut_after(step: int, path: Path) -> None:
+    """Remove the rows after this step, and an incomplete last line, from the end of a .jsonl file.
+
+    The rows must be ordered by step, as a run logs them. Only the removed rows are read, because
+    the samples of a long run take gigabytes. A process that is killed here leaves the file as it
+    was or cut.
+    """
+    if not path.exists() or not path.stat().st_size:
+        return
+    with path.open("r+b") as file:
+        with mmap(file.fileno(), 0, access=ACCESS_READ) as content:
+            end = len(content)
+            while end:
+                start = content.rfind(b"\n", 0, end - 1) + 1
+                line = content[start:end]
+                row = _row(line)
+                if row and row["step"] <= step and line.endswith(b"\n"):
+                    break
+                end = start
+        file.truncate(end)

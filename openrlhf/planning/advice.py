@@ -1,8 +1,8 @@
 """Finds the nearest settings with which a run fits, and the longest sequences that fit.
 
 A change is a flag with values from the mildest to the strongest. Changes that hardly slow the run
-down come first, followed by changes that slow it down more, and finally by changes to what is
-trained.
+down come first, followed by changes that slow it down more, state on a drive, and finally changes
+to what is trained.
 """
 
 from __future__ import annotations
@@ -24,6 +24,9 @@ LONGEST = 1 << 20
 LORA_RANK = 32
 ENGINE_SHARE = "vllm.gpu_memory_utilization"
 ENGINE_SHARES = (0.9, 0.8, 0.7, 0.6, 0.5, 0.4, 0.3, 0.2)
+DRIVE = "/mnt/nvme"  # an example of a folder on a drive
+OPTIMIZER_ON_DRIVE = {"ds.zero_stage": 3, "ds.nvme_path": DRIVE}
+ALL_ON_DRIVE = OPTIMIZER_ON_DRIVE | {"ds.param_offload": "nvme"}
 
 # Flags that are changed together, with one set of values per strength, mildest first.
 Change = Sequence[Mapping[str, Any]]
@@ -51,11 +54,16 @@ def nearest_fit(config: Any, cluster: Cluster, *, thorough: bool = True) -> Advi
     Single changes and then pairs of changes are tried, cheapest first. If no pair is enough, all
     changes are made. Then every change that the run does not need in order to fit is undone,
     starting with the most expensive change. Without `thorough`, single changes and pairs are not
-    tried. Adapters are suggested only if no change makes full training fit on this cluster.
+    tried. A drive is suggested only on a machine without GPUs, if no other change makes the run
+    fit; on GPUs, it saves no more device memory than CPU memory does (see `on_drive`). Adapters are
+    suggested only if no change makes full training fit on this cluster.
     """
     search = Search(config, cluster)
     changes = [change for change in _changes(config, cluster) if change]
     chosen = search.fewest(changes, thorough=thorough)
+    if chosen is None and not cluster.on_gpus:
+        drive = [OPTIMIZER_ON_DRIVE, ALL_ON_DRIVE]
+        chosen = search.fewest([*changes, drive], thorough=thorough)
     if chosen is None and not config.ds.lora.rank:
         adapter = {"ds.lora.rank": LORA_RANK}
         changes.append([adapter, adapter | {"ds.load_in_4bit": True}])
@@ -63,6 +71,17 @@ def nearest_fit(config: Any, cluster: Cluster, *, thorough: bool = True) -> Advi
     if chosen is None:
         return None
     return search.milder(chosen)
+
+
+def on_drive(config: Any, cluster: Cluster, nearest: Advice) -> Advice | None:
+    """Return the flags of `nearest` with state on a drive, or None if that saves no CPU memory."""
+    flags = {path: value for path, value in nearest.flags.items() if path != "ds.adam_offload"}
+    advised = amend(config, dict(nearest.flags))
+    drive = OPTIMIZER_ON_DRIVE if advised.ds.param_offload == "none" else ALL_ON_DRIVE
+    found = Search(config, cluster).trial([flags, drive])
+    if found is None or found.plan.host_bytes >= nearest.plan.host_bytes:
+        return None
+    return found
 
 
 class Search:
@@ -97,7 +116,9 @@ class Search:
         """Return a small set of changes that, at full strength, make the run fit, or None."""
         if thorough:
             for count in (1, 2):
-                for some in combinations(changes, count):
+                # ordered by the most expensive change
+                for places in sorted(combinations(range(len(changes)), count), key=max):
+                    some = [changes[place] for place in places]
                     if self.trial([change[-1] for change in some]):
                         return some
         chosen = list(changes)

@@ -11,10 +11,13 @@ def cache_bytes_per_token(engine: EngineRole) -> float:
     """Return the size of a token's keys and values on one device of an engine, in bytes.
 
     Tensor parallelism splits the heads. If there are fewer key-value heads than devices, each
-    device has one head, and some devices have the same head.
+    device has one head, and some devices have the same head. Latent attention (MLA) caches one
+    vector for all heads, on every device.
     """
     shape = engine.shape
     layers = shape.layers / (engine.devices / engine.tp)
+    if shape.latent:
+        return layers * shape.latent * DTYPE_BYTES[engine.dtype]
     heads = max(1, shape.kv_heads // engine.tp)
     return 2 * layers * heads * shape.head_dim * DTYPE_BYTES[engine.dtype]
 

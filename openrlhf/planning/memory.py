@@ -230,6 +230,9 @@ class RoleMemory:
         sums = g * self.owned
         if not copy:
             flattened, sums = max(flattened, sums), 0  # the bucket is freed before the copy is made
+            if self.role.adam_offload and self.role.ranks == 1:
+                # one slice of the bucket is reduced in place, and copied to CPU memory by weight
+                flattened = 0
         bucket = g * self._bucket_elements(in_bucket)
         return bucket + g * (self.trained - in_bucket) + flattened + sums
 

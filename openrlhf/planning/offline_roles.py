@@ -73,7 +73,7 @@ def trained_role(
     return replace(
         role,
         zero_stage=ds.trained_stage(ranks),
-        zpg=ds.zpg,
+        zpg=ds.ranks_per_copy,
         trained=True,
         optimizer=optimizer,
         grad_accum_dtype=ds.grad_accum_dtype or "fp32",

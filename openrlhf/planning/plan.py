@@ -87,20 +87,24 @@ class Pool:
         return max(Instant, key=self.total)
 
     @property
-    def room(self) -> int:
-        """The number of spare bytes at the peak; negative if the memory is too small.
+    def reserved(self) -> int:
+        """The number of bytes that must remain free at the peak.
 
-        Part of the memory is reserved for prediction errors. No reserve is needed for the KV cache,
-        whose size is set, or for a running engine's share of a GPU, because vLLM fills all memory
-        left free by the weights.
+        Part of the memory is for the driver, and part for prediction errors. No reserve is needed
+        for the KV cache, whose size is set, or for a running engine's share of a GPU, because vLLM
+        fills all memory left free by the weights.
         """
         predicted = 0
         for usage in self.at(self.peak).values():
             predicted += usage.total - usage.kv_cache
             if usage.kv_cache and self.constants.device == "cuda":
                 predicted -= usage.weights
-        reserved = self.constants.reserve * predicted
-        return int(self.capacity * FILLED - reserved) - self.total(self.peak)
+        return round(self.capacity * (1 - FILLED) + self.constants.reserve * predicted)
+
+    @property
+    def room(self) -> int:
+        """The number of spare bytes at the peak; negative if the memory is too small."""
+        return self.capacity - self.reserved - self.total(self.peak)
 
     @property
     def fits(self) -> bool:
@@ -149,6 +153,16 @@ class Plan:
     def holds_weights(self) -> bool:
         """True if the weights alone fit on every device."""
         return all(pool.holds_weights for pool in self.pools)
+
+    @property
+    def host_bytes(self) -> int:
+        """CPU memory for offloaded state, if every pool has devices on the same machine."""
+        return sum(pool.host_bytes for pool in self.pools)
+
+    @property
+    def drive_bytes(self) -> int:
+        """Space on a machine's drive, if every pool has devices on the same machine."""
+        return sum(pool.drive_bytes for pool in self.pools)
 
     @property
     def tightest(self) -> Pool:

@@ -97,6 +97,7 @@ class ModelShape:
     stored_width: int = 4  # bytes per parameter in the model's files
     unsplit: tuple[str, ...] = ()  # parts of a layer that tensor parallelism does not split
     quantization: str = ""  # method by which the stored weights are quantized
+    latent: int = 0  # cached elements per token and layer with latent attention (MLA)
     positions: int = 0  # number of positions for which the model was built; 0 if unknown
 
     @cached_property
@@ -323,6 +324,9 @@ def _without_weights(
     width = dense = size("intermediate_size", "n_inner", default=4 * hidden)
     if experts:
         width = size(family.expert_width, default=dense)
+    latent = size("kv_lora_rank", default=0)
+    if latent:  # cached with the part of the key that has positions, for all heads together
+        latent += size("qk_rope_head_dim", default=0)
     return ModelShape(
         model_type=model_type,
         hidden=hidden,
@@ -341,6 +345,7 @@ def _without_weights(
         stored_width=_stored_width(config),
         unsplit=(MLP,) if experts else family.unsplit,
         quantization=(config.get("quantization_config") or {}).get("quant_method", ""),
+        latent=latent,
         positions=size("max_position_embeddings", "n_positions", default=0),
     )
 

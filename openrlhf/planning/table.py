@@ -75,6 +75,8 @@ def _verdict(pool: Pool) -> str:
         f"({share:.0%}) in {pool.peak}; the largest part is {HEADINGS.get(kind, kind)} "
         f"({name}, {gib(size)})."
     )
+    if pool.room < 0 <= pool.room + pool.reserved:
+        text += f" A plan leaves {gib(pool.reserved)} free, because predictions may be too low."
     return " ".join([text, *pool.problems])
 
 

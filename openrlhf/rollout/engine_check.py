@@ -17,6 +17,8 @@ from openrlhf.config.engine_args import drafting
 from openrlhf.config.flags import did_you_mean, nearest
 from openrlhf.rollout.engine_settings import engine_device, engine_environment
 
+TIMEOUT_S = 300.0
+
 
 def check_engine_args(extra: Mapping[str, Any]) -> list[Finding]:
     """Return a failure for each argument that is unknown to vLLM or has a value of the wrong type.
@@ -25,13 +27,18 @@ def check_engine_args(extra: Mapping[str, Any]) -> list[Finding]:
     """
     if not extra:
         return []
-    answer = subprocess.run(
-        [sys.executable, "-m", __name__],
-        input=json.dumps(dict(extra)),
-        env=os.environ | engine_environment(engine_device()),
-        text=True,
-        capture_output=True,
-    )
+    try:
+        answer = subprocess.run(
+            [sys.executable, "-m", __name__],
+            input=json.dumps(dict(extra)),
+            env=os.environ | engine_environment(engine_device()),
+            text=True,
+            capture_output=True,
+            timeout=TIMEOUT_S,
+        )
+    except subprocess.TimeoutExpired:
+        late = f"vLLM did not validate --vllm.engine_args within {TIMEOUT_S:g} s."
+        return [Finding(late, "Run openrlhf doctor, which tests whether vLLM works.", fails=True)]
     if answer.returncode:
         raise RuntimeError(f"vLLM could not validate --vllm.engine_args:\n{answer.stderr}")
     mistakes = json.loads(answer.stdout.splitlines()[-1])

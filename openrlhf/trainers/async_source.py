@@ -92,11 +92,13 @@ class AsyncSource(Source):
         groups: dict[int, Group] = defaultdict(list)
         for episode in files.read("step", step):
             groups[episode.prompt.index].append(episode)
-        for index, version in run["held"]:
+        for index, version, *unpublished in run["held"]:  # older checkpoints have pairs
             prompt = self.prompt(index)  # the prompt with its label from the dataset
             group = [replace(episode, prompt=prompt) for episode in groups[index]]
-            in_flight = PromptInFlight(version=version if group else step, prompt=prompt)
+            in_flight = PromptInFlight(version=step, prompt=prompt)
             if group:
+                in_flight.version = version
+                in_flight.unpublished = sum(unpublished)
                 in_flight.finish(group)
             else:
                 self._unfinished_at_resume.append(in_flight)
@@ -114,10 +116,10 @@ class AsyncSource(Source):
             doing="list the samples for a checkpoint",
             hint=SLOW_STEP,
         )
-        drawn: list[tuple[int, int]] = []
+        drawn: list[tuple[int, int, int]] = []
         episodes: Group = []
         for each in held:
-            drawn.append((each.prompt.index, each.version))
+            drawn.append((each.prompt.index, each.version, each.unpublished))
             if each.failed < len(each.group):
                 episodes += each.group
         run = {"held": drawn, "consumed": consumed}

@@ -13,8 +13,8 @@ def training_config(ds: DeepSpeedConfig, *, max_norm: float, ranks: int) -> dict
     boundaries and loss denominators.
     """
     zero = _zero_config(ds, ds.trained_stage(ranks))
-    if ds.zpg > 1:
-        zero["zero_hpz_partition_size"] = ds.zpg
+    if ds.ranks_per_copy > 1:
+        zero["zero_hpz_partition_size"] = ds.ranks_per_copy
     # For DeepSpeed, state on a drive is in CPU memory: see the module `drive`.
     if ds.offloads_optimizer:
         zero["offload_optimizer"] = {"device": "cpu", "pin_memory": ds.nvme_path is None}

@@ -122,12 +122,8 @@ class WeightPublisher:
         """
         with self.sending:
             self.version = version
-            if self.engines is None:
-                return
-            self._publish_to_all(self.engines)
-            if self.check and self.engines.up:
-                self.check()
-                self.check = None
+            if self.engines is not None:
+                self._publish_to_all(self.engines)
 
     def refit(self, engine: EngineProcess) -> None:
         """Send the current weights to a newly started engine, and mark the engine as up."""
@@ -148,7 +144,11 @@ class WeightPublisher:
     def _publish_to_all(self, engines: Engines) -> None:
         while receivers := engines.up:
             try:
-                return self._publish(receivers)
+                self._publish(receivers)
+                if self.check:
+                    self.check()
+                    self.check = None
+                return
             except (PublicationError, *self.failures):
                 engines.find_lost()
                 if engines.up == receivers:

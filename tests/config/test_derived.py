@@ -18,6 +18,7 @@ from openrlhf.config.options import parse_config
 from openrlhf.config.ppo import PPOConfig
 from openrlhf.config.shared import CheckpointConfig
 from openrlhf.config.supervised import SFTConfig
+from openrlhf.training.ds_config import training_config
 from tests.config.commands import ROOTS, SMALLEST, parse, ppo, sft, violations
 
 Explicit = frozenset[str]
@@ -413,6 +414,14 @@ def test_samples_are_seeded_without_a_gpu(gpu_machine: Any) -> None:
     assert resolved(rl())[0].rollout.seeded == "off"
 
 
+def test_second_copy_of_the_weights_has_no_effect_below_zero_3() -> None:
+    config, notices = resolved(rl(ds__zpg=30, ds__tensor_parallel_size=4), "ds.zpg")
+    assert config.ds.ranks_per_copy == 1
+    assert "zero_hpz_partition_size" not in str(training_config(config.ds, max_norm=1.0, ranks=4))
+    assert "--ds.zpg: no effect without --ds.zero_stage 3." in notices
+    assert resolved(rl(ds__zpg=8, ds__zero_stage=3))[0].ds.ranks_per_copy == 8
+
+
 def test_engines_sleep_only_if_they_share_devices() -> None:
     config, notices = resolved(rl(vllm__enable_sleep=True), "vllm.enable_sleep")
     assert not config.vllm.enable_sleep
@@ -585,3 +594,19 @@ def test_checkpoint_flags_have_an_effect_only_if_the_run_writes_checkpoints(
 ) -> None:
     parse(command, f"{line} --ckpt.save_hf")
     assert ("--ckpt.save_hf: no effect" in capsys.readouterr().err) != writes
+
+
+@pytest.mark.parametrize(
+    ("flags", "prompts"),
+    [
+        ("--rollout.batch_size 8", 128),
+        ("--rollout.batch_size 8 --rollout.vllm_generate_batch_size 8", 128),
+        ("--rollout.batch_size 16 --rollout.n_samples_per_prompt 4", 32),
+        ("--rollout.batch_size 8 --train.batch_size 8 --train.micro_batch_size 1", 8),
+    ],
+)
+def test_rollout_grows_to_one_full_optimizer_step(flags: str, prompts: int) -> None:
+    config = ppo(f"{flags} --rollout.micro_batch_size 1")
+    assert config.rollout.batch_size == prompts
+    assert config.rollout.vllm_generate_batch_size == prompts
+    assert config.updates_of(config.rollout.batch_size) == 1

@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from openrlhf.config.flags import amend
+from openrlhf.config.flags import amend, flags_of
 from openrlhf.config.options import ConfigError, parse_config
 from openrlhf.config.ppo import PPOConfig
 from openrlhf.config.supervised import DPOConfig, SFTConfig
@@ -54,6 +54,39 @@ def test_list_flag_takes_any_number_of_values_and_may_be_repeated() -> None:
         "--ds.lora.target_modules q_proj --ds.lora.target_modules v_proj",
     ]
     assert {sft(line).ds.lora.target_modules for line in modules} == {("q_proj", "v_proj")}
+
+
+MAY_BE_UNSET = [
+    (command, path)
+    for command in SMALLEST
+    for path, flag in flags_of(ROOTS[command]).items()
+    if flag.optional or flag.shape == "list"
+]
+
+
+@pytest.mark.parametrize(("command", "path"), MAY_BE_UNSET)
+def test_empty_value_is_no_value_for_every_flag_that_may_be_unset(command: str, path: str) -> None:
+    """An unset shell variable leaves an empty value."""
+    flag = flags_of(ROOTS[command])[path]
+    line = [*SMALLEST[command].split(), f"--{path}="]
+    given, notices = read_flags(ROOTS[command], line, command=command)
+    if flag.shape == "list":
+        assert given[path] == ()
+    else:
+        assert given[path] is None
+        assert f"--{path} is empty, which means no value." in notices
+
+
+def test_empty_value_of_a_switch_is_ignored() -> None:
+    assert parse_config(
+        ROOTS["train_sft"],
+        [*SMALLEST["train_sft"].split(), "--ds.packing_samples", ""],
+        command="train_sft",
+    ).ds.packing_samples
+
+
+def test_empty_required_flag_is_reported_as_missing() -> None:
+    assert violations("train_sft", "--data.dataset=")[0].startswith("--data.dataset is required")
 
 
 @pytest.mark.parametrize("dashes", ["--", "---", "-----"])

@@ -43,7 +43,7 @@ def test_every_unavailable_flag_is_refused_by_name(command: str, flag: Flag) -> 
 
 def test_unavailable_flags_are_declared() -> None:
     assert {flag.path for _, flag in UNAVAILABLE} == {
-        "ds.use_liger_kernel", "ds.deepcompile", "ds.torch_compile",
+        "ds.deepcompile", "ds.torch_compile",
         "ds.experts_implementation", "actor.freeze_visual_encoder", "use_ms",
         "data.max_images_per_prompt",
     }  # fmt: skip

@@ -267,7 +267,12 @@ def talking(line: dict[str, Any]) -> Any:
 
 @pytest.mark.verify
 def test_ctrl_c_stops_the_answer_but_not_the_chat_session(workspace: Path) -> None:
-    changes = {"rollout.max_new_tokens": 400, "data.max_len": 500, "rollout.stop_token_ids": None}
+    changes: dict[str, Any] = {
+        "rollout.max_new_tokens": 400,
+        "data.max_len": 500,
+        "rollout.stop_token_ids": None,
+        "rollout.repetition_penalty": 0.01,  # repeats the prompt and never ends the answer
+    }
     chat = talking(
         {"model.model_name_or_path": workspace / "model", "ds.param_dtype": "fp32", **changes}
     )

@@ -13,9 +13,8 @@ from openrlhf.config.ppo import PPOConfig
 from openrlhf.data.first_start import FirstStart
 from openrlhf.launch.prompt_data import load_pretraining_text, load_prompts
 from openrlhf.launch.reinforcement import show_prompts
-from openrlhf.models.loading import ModelError
 from tests.e2e.commands import as_arguments
-from tests.tiny import character_tokenizer, save_reward_model, save_tiny_model
+from tests.tiny import character_tokenizer, save_tiny_model
 
 
 def test_max_samples_does_not_limit_evaluation_prompts(tmp_path: Path) -> None:
@@ -52,24 +51,6 @@ def test_numeric_pretraining_text_in_csv_file_stays_text(tmp_path: Path) -> None
         "0123",
         "45",
     ]
-
-
-def test_normalize_raises_model_error_if_reward_model_has_no_mean_and_std(
-    tmp_path: Path,
-) -> None:
-    policy = save_tiny_model(tmp_path / "model")
-    flags = {
-        "actor.model_name_or_path": policy,
-        "data.prompt_dataset": "owner/prompts",
-        "reward.model_name_or_path": save_reward_model(tmp_path / "rm", Path(policy)),
-        "reward.normalize_enable": True,
-        "data.max_len": 32,
-        "ckpt.path": str(tmp_path / "ckpt"),
-    }
-    with pytest.raises(ModelError, match=r"rm .*--reward\.normalize_enable"):
-        load_prompts(
-            parse_config(PPOConfig, as_arguments(flags), command="train_ppo_ray"), FirstStart.here()
-        )
 
 
 def config_with_prompts(tmp_path: Path, lengths: list[int], **flags: object) -> PPOConfig:

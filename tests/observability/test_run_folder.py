@@ -2,6 +2,7 @@
 
 import json
 import math
+import os
 import subprocess
 import sys
 from pathlib import Path
@@ -144,6 +145,17 @@ def test_resume_removes_lines_after_resume_step(tmp_path):
         (3, 9.0),
     ]
     assert [row["step"] for row in lines_of(tmp_path / "samples.jsonl")] == [1, 2, 2, 3]
+
+
+def test_resume_reads_and_writes_only_the_removed_lines(tmp_path):
+    """A run of a week has gigabytes of samples: here, most of the file is a hole."""
+    samples = tmp_path / "samples.jsonl"
+    with samples.open("wb") as file:
+        file.truncate(4 * 2**30)  # takes no space
+        file.seek(0, os.SEEK_END)
+        file.write(b'\n{"step": 7}\n{"step": 8}\n{"step": 9, "prompt"')
+    RunFolder(tmp_path, resume_step=7)
+    assert samples.stat().st_size == 4 * 2**30 + len(b'\n{"step": 7}\n')
 
 
 def test_resume_keeps_earlier_lines_unchanged(tmp_path):

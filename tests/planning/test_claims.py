@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 
+from openrlhf.config import machine
 from openrlhf.config.planning import PlanConfig
 from openrlhf.launch.plan_command import print_plan
 from openrlhf.planning import advice
@@ -11,6 +12,7 @@ from openrlhf.planning.cluster import parse_cluster
 from openrlhf.planning.engines import cache_bytes_per_token
 from openrlhf.planning.roles import EngineRole
 from openrlhf.planning.shapes import shape_from_config
+from openrlhf.planning.table import summary
 from openrlhf.planning.usage import Instant
 from openrlhf.units import GIB
 from tests.planning.conftest import Configure, MakePlan
@@ -106,6 +108,62 @@ def test_advice_for_7b_model_on_four_24_gb_devices_offloads_the_optimizer(
     assert found.plan.fits
 
 
+def test_advice_for_offload_has_an_alternative_on_a_drive(
+    models: dict[str, str], capsys: pytest.CaptureFixture[str]
+) -> None:
+    """7.6 billion weights of 20 bytes on the drive, and of 2 more with offloaded weights."""
+    words = ["--model.model_name_or_path", models["qwen2.5-7b"]]
+    print_plan(PlanConfig(command="sft", cluster="4x24GB"), words)
+    [line] = [line for line in capsys.readouterr().out.splitlines() if "NVMe" in line]
+    assert "--ds.zero_stage 3 --ds.nvme_path /mnt/nvme. " in line
+    assert "142 GiB" in line and "adam_offload" not in line
+    print_plan(PlanConfig(command="sft", cluster="1x24GB"), words)
+    [line] = [line for line in capsys.readouterr().out.splitlines() if "NVMe" in line]
+    assert "--ds.param_offload nvme" in line and "156 GiB" in line
+
+
+def test_drive_is_advised_on_a_cpu_machine_after_cheaper_changes(
+    configure: Configure, plan: MakePlan
+) -> None:
+    line = "sft --model.model_name_or_path {llama2-7b}"
+    for cluster, has_drive in (("cpu-256GB", False), ("cpu-64GB", True)):
+        config = configure(line, cluster)
+        found = advice.nearest_fit(config, parse_cluster(cluster))
+        assert found
+        assert ("ds.nvme_path" in found.flags) == has_drive
+        assert (found.plan.drive_bytes > 0) == has_drive
+        assert "ds.lora.rank" not in found.flags
+        assert plan(f"{line} {found.typed(config)}", cluster).fits
+    large = configure("sft --model.model_name_or_path {llama2-70b}", "cpu-64GB")
+    found = advice.nearest_fit(large, parse_cluster("cpu-64GB"))
+    assert found and found.flags["ds.load_in_4bit"] and found.plan.drive_bytes == 0
+
+
+def test_advice_prefers_pairs_of_cheap_changes_to_offload(configure: Configure) -> None:
+    config = configure("sft --model.model_name_or_path {qwen2.5-7b}", "8x39GB")
+    found = advice.nearest_fit(config, parse_cluster("8x39GB"))
+    assert found
+    assert set(found.flags) == {"model.gradient_checkpointing_enable", "ds.zero_stage"}
+
+
+def test_plan_that_exceeds_only_the_reserve_states_it(plan: MakePlan) -> None:
+    line = f"sft --model.model_name_or_path {{codellama-34b}} {FULL}"
+    [pool] = plan(line, "8xA100-80GB").pools
+    assert not pool.fits and pool.total(pool.peak) < pool.capacity
+    assert "free, because predictions" in summary(plan(line, "8xA100-80GB"))
+    assert "free, because predictions" not in summary(plan(line, "8xA100-40GB"))
+
+
+def test_plan_for_a_cluster_does_not_need_the_memory_of_this_machines_gpus(
+    models: dict[str, str], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(machine, "cluster_gpus", 8)
+    monkeypatch.setattr(machine, "gpu_memory", lambda: None)
+    words = ["--model.model_name_or_path", models["qwen2.5-7b"], "--ds.zero_stage", "3"]
+    print_plan(PlanConfig(command="sft", cluster="8xH200"), words)
+    assert "Memory plan for 8 x H200" in capsys.readouterr().out
+
+
 def test_plan_with_the_advised_flags_fits(
     configure: Configure, plan: MakePlan, models: dict[str, str]
 ) -> None:
@@ -190,6 +248,18 @@ def test_devices_that_share_a_key_value_head_each_cache_that_head() -> None:
     for tp, devices, expected in ((4, 4, 2 * 48), (16, 16, 48), (16, 32, 24)):
         engine = EngineRole(shape=shape, tp=tp, devices=devices)
         assert cache_bytes_per_token(engine) == head * expected
+
+
+def test_latent_attention_caches_one_vector_for_all_heads() -> None:
+    """DeepSeek-V3, arXiv:2412.19437: 512 compressed elements and 64 of the key, in 61 layers."""
+    config = MODELS["llama2-7b"] | {
+        "num_hidden_layers": 61,
+        "kv_lora_rank": 512,
+        "qk_rope_head_dim": 64,
+    }
+    for tp in (1, 8):
+        engine = EngineRole(shape=shape_from_config(config), tp=tp, devices=tp)
+        assert cache_bytes_per_token(engine) == 61 * 576 * 2
 
 
 def test_engines_on_their_own_devices_get_a_smaller_memory_share(configure: Configure) -> None:

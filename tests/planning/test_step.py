@@ -88,6 +88,14 @@ def test_offloaded_step_of_stage_1_holds_bucket_and_copies(policy: ModelRole) ->
     assert step_bytes(role) == pytest.approx(expected, rel=1e-6)
 
 
+def test_offloaded_float32_step_of_one_rank_copies_no_gradients(policy: ModelRole) -> None:
+    """Only the float64 copy for the norm is added to the gradients."""
+    role = replace(policy, adam_offload=True, dtype="fp32")
+    assert RoleMemory(role, CPU).gradients.step == 8 * role.shape.largest_weight
+    two = RoleMemory(replace(role, dp=2), CPU).gradients
+    assert two.step == 4 * role.shape.parameters
+
+
 def test_norm_copies_the_largest_gradient_in_float64(policy: ModelRole) -> None:
     """Stage 2: weights, masters, moments, gradients, and 8 bytes per copied element."""
     largest = policy.shape.largest_weight

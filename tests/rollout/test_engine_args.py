@@ -13,6 +13,7 @@ from openrlhf.config.options import ConfigError
 from openrlhf.config.ppo import PPOConfig
 from openrlhf.config.rollout import VLLMConfig
 from openrlhf.launch.start import run_ppo
+from openrlhf.rollout import engine_check
 from openrlhf.rollout.engine_settings import EngineSettings, engine_arguments
 from tests.config.commands import WITH_OLD, ppo, violations
 
@@ -86,3 +87,9 @@ def test_dry_run_names_every_argument_that_vllm_would_reject() -> None:
     assert 'scheduling_policy is "fastest"' in of_choice
     assert "speculative_config: " in draft
     assert "num_speculative_token." in draft and "num_speculative_tokens" in draft
+
+
+def test_validation_that_hangs_is_a_finding(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(engine_check, "TIMEOUT_S", 0.01)
+    [finding] = engine_check.check_engine_args({"max_num_seqs": 4})
+    assert finding.fails and "--vllm.engine_args" in finding.seen

@@ -154,9 +154,11 @@ def test_model_without_a_trained_head_is_rejected(tmp_path: Path) -> None:
         scores(Path(save_tiny_model(tmp_path)))
 
 
-def test_normalize_enable_is_rejected_for_a_model_without_stored_statistics(tmp_path: Path) -> None:
-    with pytest.raises(ModelError, match="has no mean and standard deviation"):
-        scores(save_reward_model(tmp_path), reward__normalize_enable=True)
+def test_normalize_enable_changes_nothing_for_a_model_without_stored_statistics(
+    tmp_path: Path,
+) -> None:
+    path = save_reward_model(tmp_path)
+    assert scores(path, reward__normalize_enable=True) == pytest.approx(plain(path), abs=1e-6)
 
 
 def test_tokenizer_with_more_tokens_than_the_embeddings_is_rejected(tmp_path: Path) -> None:

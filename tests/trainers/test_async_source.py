@@ -188,6 +188,26 @@ def test_run_can_resume_with_smaller_queue_and_staleness_limits(
     assert second.step == PROMPTS // BATCH
 
 
+def test_lag_after_resume_does_not_count_steps_that_published_nothing(
+    loop: BackgroundLoop, tmp_path: Path
+) -> None:
+    engines = VersionedEcho()
+    whole = source(loop, engines, queue=4, staleness=4)
+    steps = iter(whole)
+    for _ in range(3):
+        next(steps)
+    publish(whole, engines, 3)  # steps 1 and 2 did not change the weights
+    whole.metrics()
+    whole.save(tmp_path)
+    resumed = source(loop, engines, queue=4, staleness=4)
+    resumed.resume(step=3, consumed=whole.consumed, folder=tmp_path)
+    next(steps)
+    next(iter(resumed))
+    expected = values(whole.metrics())
+    assert expected["rollout/lag_max"] == 1
+    assert values(resumed.metrics()) == expected
+
+
 def test_step_is_counted_as_soon_as_its_samples_are_taken(
     loop: BackgroundLoop, tmp_path: Path
 ) -> None:

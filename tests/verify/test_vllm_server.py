@@ -177,7 +177,7 @@ def test_teacher_on_a_stock_server_returns_the_log_probabilities_of_transformers
         )
         teacher = RemoteTeacher.named("wise")
         teacher.check(tokenizer, max_len=63)
-        with pytest.raises(ConfigError, match="takes 64 tokens"):
+        with pytest.raises(ConfigError, match="accepts 64 tokens"):
             teacher.check(tokenizer, max_len=64)
         stage = RemoteTeacherStage(teacher)
         (judged,) = EarlyStages(stages=[stage], timeout_s=60).score([episode(actions=62)])

@@ -310,6 +310,33 @@ def test_check_runs_only_after_the_first_publication() -> None:
     assert checked == [calls_of_first]
 
 
+def test_check_is_repeated_for_the_remaining_engines_after_one_is_lost() -> None:
+    run = new_run()
+    run.fleet.lost_next = run.fleet.members[:1]
+    checked: list[int] = []
+
+    def check() -> None:
+        checked.append(len(run.fleet.up))
+        if len(checked) == 1:
+            raise ProcessLost("engine 0")
+
+    run.publisher.check = check
+    run.publisher.publish(7)
+    assert checked == [2, 1] and run.publisher.check is None
+    assert run.processes.calls[-2:] == ["engine1 resume", "wait: serve the new weights"]
+
+
+def test_failed_check_without_a_lost_engine_raises() -> None:
+    run = new_run()
+
+    def check() -> None:
+        raise PublicationError("they compute different log-probabilities")
+
+    run.publisher.check = check
+    with pytest.raises(PublicationError, match="different log-probabilities"):
+        run.publisher.publish(7)
+
+
 def test_refit_announces_the_version_published_while_all_engines_were_down() -> None:
     """A resumed run publishes its step before its first update."""
     run = new_run(engines=1)
