@@ -310,7 +310,7 @@ class LMDeepSpeedConfig(DeepSpeedConfig):
     """DeepSpeed and loading of a language model."""
 
     use_liger_kernel: bool = switch(
-        "No effect: logits computed in chunks already save the memory that Liger saves.",
+        "No effect: Liger's kernels are not used.",
         obsolete=True,
     )
 
